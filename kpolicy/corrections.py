@@ -101,8 +101,8 @@ class Correction:
         self.applied: dict[Unit, float] = {}
         self._made = 0
         self._now = costs
-        self._shorter: deque[float] = deque(maxlen=MOST_BLOCKS)
-        """By block, the middle share of a step's time that the shorter half is"""
+        self._rises: deque[float] = deque(maxlen=MOST_BLOCKS)
+        """By block, by what share of its time a step in the middle rises with what overlapping costs"""
 
     def add(self, decision: Decision, numbers: BatchNumbers, cycle_us: float) -> CostTable | None:
         """Take in a step that is over.
@@ -123,7 +123,7 @@ class Correction:
         return self._review() if len(self._samples) >= BLOCK else None
 
     def _review(self) -> CostTable | None:
-        found, shorter = self._found()
+        found, rises = self._found()
         if not found:
             return None
         off = {unit: statistics.median(ratios) for unit, ratios in found.items()}
@@ -135,7 +135,7 @@ class Correction:
                 if shared is not None:
                     seen.blocks.append(off[unit] - shared)
                     if unit == OVERLAP:
-                        self._shorter.append(statistics.median(shorter))
+                        self._rises.append(statistics.median(rises))
         for seen in self._units.values():
             seen.unseen += 1
             if seen.unseen >= UNSEEN and seen.blocks:
@@ -143,15 +143,15 @@ class Correction:
         return self._changed()
 
     def _found(self) -> tuple[dict[Unit, list[float]], list[float]]:
-        """What the block's steps say: logarithms by unit, and the shorter half's share of each step of `OVERLAP`."""
+        """What the block's steps say: logarithms by unit, and by what share each step of `OVERLAP` rises with it."""
         samples, self._samples = self._samples, []
-        found, shorter = dict[Unit, list[float]](), list[float]()
+        found, rises = dict[Unit, list[float]](), list[float]()
         for decision, numbers, cycle_us in samples:
             if len(decision.launches) > 1:
-                expected, share = self._beside(decision, numbers)
-                if share >= LEAST_SHORTER:
+                expected, shorter, rise = self._beside(decision, numbers)
+                if shorter >= LEAST_SHORTER:
                     found.setdefault(OVERLAP, []).append(math.log(cycle_us / expected))
-                    shorter.append(share)
+                    rises.append(rise)
                 continue
             launch = decision.launches[0]
             device, host = self._measured.launch_us(launch, numbers)
@@ -159,7 +159,7 @@ class Correction:
             if expected > 0:
                 unit = _unit(launch, numbers, host > device, self._measured.mixed is not None)
                 found.setdefault(unit, []).append(math.log(cycle_us / expected))
-        return found, shorter
+        return found, rises
 
     def _changed(self) -> CostTable | None:
         """The table with what is known now, where that differs from what the last one had."""
@@ -174,25 +174,26 @@ class Correction:
         if OVERLAP in self._units and any(size for _, size in units):
             # It was told from other times of the halves.
             self._units[OVERLAP].blocks.clear()
-            self._shorter.clear()
+            self._rises.clear()
             wanted.pop(OVERLAP, None)
         self.applied = wanted
         self._now = self._table()
         return self._now
 
-    def _beside(self, decision: Decision, numbers: BatchNumbers) -> tuple[float, float]:
-        """(microseconds as measured, the shorter half's share of them), which is 0 where the host bounds the step.
+    def _beside(self, decision: Decision, numbers: BatchNumbers) -> tuple[float, float, float]:
+        """Microseconds as measured, the shorter half's share of them, and by what share they rise with what it costs.
 
-        Each half has the corrections of its own steps.
+        The share is 0 where the host bounds the step. Each half has the corrections of its own steps.
         """
         first, second = decision.launches
         device, host = self._now.launch_us(first, numbers)
         other, other_host = self._now.launch_us(second, numbers)
         decodes_us, prompt_us = first.repeat * device, second.repeat * other
-        expected = self._measured.overlap_of(numbers.num_decodes).device_us(decodes_us, prompt_us)
-        shorter = min(decodes_us, prompt_us)
+        overlap = self._measured.overlap_of(numbers.num_decodes)
+        expected = overlap.device_us(decodes_us, prompt_us)
         bounded = expected > first.repeat * host + second.repeat * other_host
-        return expected, shorter / expected if bounded else 0.0
+        shorter = min(decodes_us, prompt_us) / expected if bounded else 0.0
+        return expected, shorter, overlap.rise_us(decodes_us, prompt_us) / expected
 
     def _overlap(self, cost: float) -> float:
         """The `overlap_cost` by which steps whose halves share the device as those that were seen take what they took.
@@ -203,7 +204,7 @@ class Correction:
         off = self.applied.get(OVERLAP, 0.0)
         if not off:
             return cost
-        return min(max(cost + math.expm1(off) / statistics.median(self._shorter), 0.0), MOST_OVERLAP)
+        return min(max(cost + math.expm1(off) / statistics.median(self._rises), 0.0), MOST_OVERLAP)
 
     def _table(self) -> CostTable:
         """The measured table with the corrections."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Set
-from functools import cached_property
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
@@ -524,20 +523,18 @@ class CostTable:
 
         A rank without any, beside others that have some, counts as one row: its graph runs all the same.
         """
-        return self.overlaps[min(num_decodes, MANY_DECODES)]
-
-    @cached_property
-    def overlaps(self) -> tuple[Overlap, ...]:
-        """`overlap_of` by number of decode rows, up to `MANY_DECODES`, from which on it is the same."""
         effects, few = self.effects, self.overlap
-        one = _timed(effects.one_row_overlap, effects.one_row_slowdown, few)
-        many = _timed(effects.many_rows_overlap, effects.many_rows_slowdown, few)
-        return tuple(
-            between(one, few, rows, (1, FEW_DECODES))
-            if rows < FEW_DECODES
-            else between(few, many, rows, (FEW_DECODES, MANY_DECODES))
-            for rows in range(MANY_DECODES + 1)
-        )
+        if num_decodes < FEW_DECODES:
+            one = self._overlap_by(effects.one_row_overlap, effects.one_row_slowdown)
+            return between(one, few, num_decodes, (1, FEW_DECODES))
+        many = self._overlap_by(effects.many_rows_overlap, effects.many_rows_slowdown)
+        return between(few, many, min(num_decodes, MANY_DECODES), (FEW_DECODES, MANY_DECODES))
+
+    def _overlap_by(self, cost: float | None, slowdown: float | None) -> Overlap:
+        """With other decode rows than `FEW_DECODES`; what wasn't timed is as with those."""
+        if cost is None:
+            return self.overlap
+        return Overlap.of(cost, self.decode_slowdown if slowdown is None else slowdown)
 
     @property
     def overlap(self) -> Overlap:
@@ -546,17 +543,16 @@ class CostTable:
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes. The readable form; compiled policies inline it."""
-        return self.cost_by(self.launch_us, self.overlap_of(numbers.num_decodes), launches, numbers)
+        return self.cost_by(self.launch_us, launches, numbers)
 
     def cost_by(
-        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap: Overlap,
-        launches: tuple[Launch, ...], numbers: BatchNumbers,
+        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], launches: tuple[Launch, ...],
+        numbers: BatchNumbers,
     ) -> Cost:  # fmt: skip
-        """`cost` where launches take something else, or halves beside each other overlap otherwise.
+        """`cost` where launches take something else.
 
         Args:
             launch_us: (device, host) time of one repeat of a launch.
-            overlap: in place of the table's.
             launches: the launches.
             numbers: the step's rows.
         """
@@ -574,7 +570,7 @@ class CostTable:
         if second.stream == first.stream:
             device_us = decodes_us + second_device
         else:
-            device_us = overlap.device_us(decodes_us, second_device)
+            device_us = self.overlap_of(numbers.num_decodes).device_us(decodes_us, second_device)
         cycle = max(device_us, host_us) + self.step_us
         if steps == 1:
             return Cost(cycle, cycle, cycle, device_us, host_us)
@@ -637,12 +633,11 @@ class CostTable:
 
     def decodes_ready_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float) -> float:
         """`Costing.decodes_ready_us`."""
-        overlap = self.overlap_of(numbers.num_decodes)
-        return self.decodes_ready_by(self.launch_us, overlap, launches, numbers, cycle_us)
+        return self.decodes_ready_by(self.launch_us, launches, numbers, cycle_us)
 
     def decodes_ready_by(
-        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], overlap: Overlap,
-        launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float,
+        self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], launches: tuple[Launch, ...],
+        numbers: BatchNumbers, cycle_us: float,
     ) -> float:  # fmt: skip
         """`decodes_ready_us` where launches take something else; the arguments are those of `cost_by` and its cycle."""
         first = launches[0]
@@ -650,7 +645,7 @@ class CostTable:
         if all(launch.stream == first.stream for launch in launches):
             ready_us = first.repeat * max(device_us, host_us)
         else:
-            each_us = self.beside_us(device_us, host_us, overlap)
+            each_us = self.beside_us(device_us, host_us, self.overlap_of(numbers.num_decodes))
             ready_us = first.repeat * each_us
             if first.wait_share is not None:
                 begun = (first.repeat - 1 + first.wait_share) / first.repeat
@@ -675,11 +670,6 @@ class Costing(Protocol):
             cycle_us: what the whole step takes; it is at most that.
         """
         ...
-
-
-def _timed(cost: float | None, slowdown: float | None, other: Overlap) -> Overlap:
-    """What was timed with some decode rows; that of others where it wasn't."""
-    return other if cost is None else Overlap.of(cost, slowdown)
 
 
 _COUNTS_OF_MODELS = {

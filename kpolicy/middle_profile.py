@@ -29,6 +29,11 @@ __all__ = ["launching_us", "middle"]
 
 _ROWS_AND_KV = ((1, 64), (1, 4096), (8, 1024), (64, 64), (64, 1024), (512, 512), (512, 4096))
 """Decode rows and the KV tokens of each, or tokens of a prompt's chunk and those that it attends to"""
+_PAIRS = (
+    ("overlap_cost", "decode_slowdown"), ("one_row_overlap", "one_row_slowdown"),
+    ("many_rows_overlap", "many_rows_slowdown"),
+)  # fmt: skip
+"""Figures that are told together"""
 _BEYOND = 0.01
 """Share of a time by which it may be outside all tables'"""
 
@@ -105,9 +110,11 @@ def _middle(values: Sequence[Any], name: str) -> Any:
         return KvSpan(*map(min, zip(*map(attrs.astuple, known), strict=True)))
     if attrs.has(type(first)):
         fields = [field.name for field in attrs.fields(type(first))]
-        return attrs.evolve(
-            first, **{each: _middle([getattr(value, each) for value in known], each) for each in fields}
-        )
+        found = {each: _middle([getattr(value, each) for value in known], each) for each in fields}
+        for cost, slowdown in _PAIRS:
+            if cost in found:
+                found[cost], found[slowdown] = _pair([(getattr(each, cost), getattr(each, slowdown)) for each in known])
+        return attrs.evolve(first, **found)
     if isinstance(first, tuple):
         return tuple(_middle(each, name) for each in zip(*known, strict=True))
     if isinstance(first, (bool, str, Mapping)):
@@ -116,6 +123,19 @@ def _middle(values: Sequence[Any], name: str) -> Any:
         return first
     found = statistics.median(known)
     return round(found) if isinstance(first, int) else found
+
+
+def _pair(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[float | None, float | None]:
+    """The middle of what overlapping costs and of the slowdown, of those with both or of those with the first alone.
+
+    Which of them more are, as a cost by itself means something else.
+    """
+    both = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
+    alone = [cost for cost, slowdown in pairs if cost is not None and slowdown is None]
+    if len(both) >= len(alone) and both:
+        costs, slowdowns = zip(*both, strict=True)
+        return statistics.median(costs), statistics.median(slowdowns)
+    return (statistics.median(alone) if alone else None), None
 
 
 def _curve(curves: Sequence[Curve], name: str) -> Curve:

@@ -41,7 +41,7 @@ class Overlap(NamedTuple):
             return cls(cost, cost, 1.0 + cost)
         if cost >= 1.0:
             # Together they take longer than in turn, which two speeds don't tell.
-            return cls(cost, cost, max(slowdown, 1.0 + cost))
+            return cls(cost, cost, slowdown)
         return cls(cost, (slowdown - 1.0) / (slowdown - cost), slowdown)
 
     @property
@@ -52,7 +52,7 @@ class Overlap(NamedTuple):
     @property
     def alike(self) -> bool:
         """Whether both halves slow down alike, as they are taken to where no slowdown was timed."""
-        return self.outlasted == self.cost
+        return self.slowdown == 1.0 + self.cost
 
     def device_us(self, decodes_us: float, prompt_us: float) -> float:
         """Both halves beside each other.
@@ -63,6 +63,20 @@ class Overlap(NamedTuple):
         """
         prompt_last, decodes_last = prompt_us + self.cost * decodes_us, decodes_us + self.outlasted * prompt_us
         return max(prompt_last, decodes_last) if self.cost <= 1.0 else min(prompt_last, decodes_last)
+
+    def rise_us(self, decodes_us: float, prompt_us: float) -> float:
+        """By how much `device_us` rises with the cost and the slowdown, where both rise by as much.
+
+        Where the prompt is over last it is the decode steps' time, else ``1 / (slowdown - cost)`` of the prompt's.
+
+        Args:
+            decodes_us: device time of all decode steps alone.
+            prompt_us: of the prompt alone.
+        """
+        us = self.device_us(decodes_us, prompt_us)
+        if us == prompt_us + self.cost * decodes_us:
+            return decodes_us
+        return prompt_us / (self.slowdown - self.cost) if self.cost < 1.0 else prompt_us
 
 
 def between(fewer: Overlap, more: Overlap, num_decodes: int, rows: tuple[int, int]) -> Overlap:
@@ -76,6 +90,8 @@ def between(fewer: Overlap, more: Overlap, num_decodes: int, rows: tuple[int, in
     """
     first, last = rows
     share = math.log2(max(num_decodes, first) / first) / math.log2(last / first)
+    if share <= 0.0 or share >= 1.0 or fewer == more:
+        return more if share >= 1.0 else fewer
     cost = fewer.cost + (more.cost - fewer.cost) * share
     if fewer.alike and more.alike:
         return Overlap.of(cost)

@@ -248,6 +248,22 @@ def test_slowdowns_and_what_many_rows_cost_change_by_as_much() -> None:
     assert beside(Correction(quicker), 4 * ENOUGH, noisy, overlap=0.1)[-1].decode_slowdown == 1.0
 
 
+@pytest.mark.parametrize(("slowdown", "repeat"), [(None, 2), (1.6, 2), (1.6, 6), (2.5, 4)])
+@pytest.mark.parametrize("times", [1.1, 0.9])
+def test_the_table_then_says_what_halves_take(slowdown: float | None, repeat: int, times: float) -> None:
+    """Whichever half is over last, and also where a slowdown was timed; up to what they take in turn."""
+    table = attrs.evolve(TABLE, overlap_cost=0.45, decode_slowdown=slowdown)
+    way = attrs.evolve(BESIDE, launches=(attrs.evolve(MANY, repeat=repeat), PROMPT))
+    shape = BatchShape(decodes=[(1, 100)], prefills=[(500, 0)], max_decode_steps=repeat)
+    correction, rng, made = Correction(table), random.Random(0), table  # noqa: S311
+    for _ in range(4 * ENOUGH):
+        decision, batch = rng.choice([*WAYS, (way, shape), (way, shape)])
+        took = table.cost(decision.launches, batch.numbers).cycle_us * (times if decision is way else 1.0)
+        made = correction.add(decision, batch.numbers, took) or made
+    expected = times * (table.cost(way.launches, shape.numbers).cycle_us - table.step_us)
+    assert made.cost(way.launches, shape.numbers).cycle_us - table.step_us == pytest.approx(expected, rel=0.03)
+
+
 def test_outliers_of_halves_beside_each_other_change_nothing() -> None:
     """Whatever one step took, or the steps of one block."""
     correction = Correction(OVERLAPS)

@@ -47,9 +47,9 @@ def test_without_a_slowdown_the_longer_half_and_a_share_of_the_shorter(cost: flo
 
 
 def test_what_takes_longer_beside_than_in_turn_is_told_by_its_cost_alone() -> None:
-    """No two speeds make that: the slowdown is at least what it would be of halves alike."""
+    """No two speeds make that: the slowdown tells when decode steps are over, and nothing of the whole."""
     overlap = Overlap.of(1.3, 1.1)
-    assert overlap == (1.3, 1.3, 2.3)
+    assert overlap == (1.3, 1.3, 1.1)
     assert not overlap.gains
     assert overlap.device_us(10.0, 100.0) == pytest.approx(113.0)
 
@@ -74,6 +74,32 @@ def test_decode_rows_between_those_timed() -> None:
     assert [each.cost for each in found] == pytest.approx([0.3, 0.3, 0.4, 0.5, 0.6])
     assert [each.slowdown for each in found] == pytest.approx([2.2, 2.2, 2.0, 1.8, 1.6])
     assert between(fewer, more, 16, (8, 32)).cost == pytest.approx(0.45)
+
+
+@given(st.sampled_from([0.0, 0.3, 0.99, 1.0, 1.6]), st.sampled_from([None, 1.0, 1.4, 2.5]))
+def test_at_the_decode_rows_that_were_timed_nothing_changes(cost: float, slowdown: float | None) -> None:
+    """A timed slowdown stays, whatever the cost."""
+    timed, other = Overlap.of(cost, slowdown), Overlap.of(0.5, 2.0)
+    assert between(timed, other, 8, (8, 32)) == timed
+    assert between(other, timed, 8, (1, 8)) == timed
+    assert between(timed, timed, 3, (1, 8)) == pytest.approx(timed)
+    assert timed.slowdown == (1 + cost if slowdown is None else slowdown)
+
+
+@given(
+    st.floats(0.0, 0.9), st.none() | st.floats(1.0, 3.0), st.floats(10.0, 1e4), st.floats(10.0, 1e4),
+    st.floats(0.0, 0.05),
+)  # fmt: skip
+def test_how_much_it_rises(cost: float, slowdown: float | None, decodes: float, prompt: float, more: float) -> None:
+    """With both numbers, as corrections change them; where another half becomes the last it rises more."""
+    overlap = Overlap.of(cost, slowdown)
+    risen = Overlap.of(cost + more, None if slowdown is None else slowdown + more)
+    told = overlap.device_us(decodes, prompt) + more * overlap.rise_us(decodes, prompt)
+    found = risen.device_us(decodes, prompt)
+    assert found >= told * (1 - 1e-6)
+    last = decodes + overlap.outlasted * prompt > prompt + cost * decodes
+    if last == (decodes + risen.outlasted * prompt > prompt + risen.cost * decodes):
+        assert found == pytest.approx(told, rel=1e-6)
 
 
 def test_slowdowns_that_cannot_be() -> None:

@@ -1,10 +1,15 @@
 """How fast either half of a step goes beside the other, from the cells of `benchmarks.gpu.regret`.
 
 Of each shape with decode rows and a prompt there are cells of one decode graph beside one PIECEWISE prompt, with one to
-eight decode steps that begin at once, and of the two in turn, which less the decode step alone is the prompt alone. Two
-speeds are fitted to them by least squares of relative errors, over a grid: both halves go on at constant shares of
-their own while both run (`kpolicy.overlap`). A decode step that follows another takes a little less than one alone,
-which is fitted too. Beside it, the error where both have the same speed, as tables had it until 2026-11-28.
+eight decode steps that begin at once, and of the two in turn, which less the decode step alone is the prompt alone.
+Where a shape has several graphs of either, the first are taken. Two speeds are fitted to their cells by least squares
+of relative errors, over a grid: both halves go on at constant shares of their own while both run (`kpolicy.overlap`). A
+decode step that follows another takes a little less than one alone, which is fitted too. Beside it, the error where
+both have the same speed, as tables had it until 2026-11-28.
+
+``one_pair``: how far off cells are in the mean, of prompts of so many tokens, where a model has one pair of numbers,
+as a table has for a number of decode rows: the median of its shapes with prompts of 1,000 tokens and more. With one
+speed, likewise.
 
 ``waits``: cells whose decode steps wait for their place beside the prompt, over the same at once.
 
@@ -20,17 +25,20 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.command import command_line, input_file, output_file
 from benchmarks.gpu.regret import at_once
+from kpolicy.overlap import Overlap
 
 SPEEDS = np.linspace(0.3, 1.0, 141)
 IN_A_ROW = np.linspace(0.85, 1.0, 16)
 """A decode step behind another, over one alone"""
+LONG = 1000
+"""Tokens of a long prompt"""
 FEWEST = 4
 """Numbers of decode steps that tell two speeds"""
 _CELL = re.compile(r"split decode:(FULL \S+ q=1):@0x(\d+)\+prefill:(PIECEWISE \d+t):@([01])x1")
@@ -97,6 +105,33 @@ def waits(shape: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def one_pair(fits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Mean errors of each model's cells by one pair of numbers, and by one number, told by its long prompts."""
+    found = []
+    for model in dict.fromkeys(each["model"] for each in fits):
+        mine = [each for each in fits if each["model"] == model]
+        long = [each for each in mine if each["prompt_tokens"] >= LONG]
+        if not long:
+            continue
+        cost, slowdown, speed = (
+            median(each[name] for each in long) for name in ("overlap_cost", "decode_slowdown", "one_speed")
+        )
+        pairs = {"one_pair": Overlap.of(cost, slowdown), "one_speed": Overlap.of((1 - speed) / speed)}
+        told = {"model": model, "overlap_cost": round(cost, 3), "decode_slowdown": round(slowdown, 3)}
+        for kind, some in (("long", long), ("short", [each for each in mine if each["prompt_tokens"] < LONG])):
+            for name, overlap in pairs.items():
+                off = [
+                    abs(
+                        overlap.device_us(int(steps) * each["in_a_row"] * each["decode_us"], each["prompt_us"]) / us - 1
+                    )
+                    for each in some
+                    for steps, us in each["cycle_us"].items()
+                ]
+                told |= {f"{kind}_{name}_error": round(fmean(off), 4)} if off else {}
+        found.append(told)
+    return found
+
+
 def rows_of(at: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(fits, waits) of a model's raw results."""
     fits, waiting = [], []
@@ -131,7 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = rows_of(json.loads(Path(path).read_text()))
         fits += found[0]
         waiting += found[1]
-    result = {"command": command_line("benchmarks.gpu.halves", argv), "fits": fits, "waits": waiting}
+    if not fits and not waiting:
+        sys.stderr.write("benchmarks.gpu.halves: no shape has halves beside each other with four numbers of steps\n")
+        return 1
+    pairs = one_pair(fits)
+    result = {
+        "command": command_line("benchmarks.gpu.halves", argv), "one_pair": pairs, "fits": fits, "waits": waiting
+    }  # fmt: skip
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     for each in fits:
@@ -140,9 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{each['prompt_pairs']:9,} pairs: speeds {each['decode_speed']:.2f}, {each['prompt_speed']:.2f}, off by "
             f"at most {each['error']:.1%}; one speed {each['one_speed']:.2f}, {each['one_speed_error']:.1%}"
         )
-    if not fits and not waiting:
-        sys.stderr.write("benchmarks.gpu.halves: no shape has halves beside each other with four numbers of steps\n")
-        return 1
+    for each in pairs:
+        print(", ".join(f"{name} {value}" for name, value in each.items()))
     ratios = [each["over_at_once"] for each in waiting if math.isfinite(each["over_at_once"])]
     if ratios:
         print(f"{len(ratios)} cells wait: {min(ratios):.3f} to {max(ratios):.3f} times the same at once")

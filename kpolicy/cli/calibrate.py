@@ -251,7 +251,7 @@ def _summary(costs: CostTable) -> dict[str, Any]:
         },
         "both_us": {"full": costs.both_us[0], "piecewise": costs.both_us[1]},
         "overlap_cost": costs.overlap_cost,
-        "decode_slowdown": costs.overlap.slowdown,
+        "decode_slowdown": costs.decode_slowdown,
         "step_us": costs.step_us,
     }  # fmt: skip
 
@@ -274,11 +274,14 @@ def _render(totals: dict[str, Any], costs: CostTable) -> None:
         f"{1e6 * costs.prefill_attention.unit_us:.3g} ps a query-key pair of a prompt and "
         f"{1e3 * costs.prefill_attention.kv_us:.3g} ns a KV token it goes through"
     )
-    out.print(
-        f"beside a prompt decode steps take {costs.overlap.slowdown:.2f} times as long, and add "
-        f"{costs.overlap_cost:.0%} of their own time to its; "
-        f"{costs.step_us:,.0f} us a step that nothing covers"
-    )
+    if costs.decode_slowdown is None:
+        beside = f"halves beside each other: {costs.overlap_cost:.0%} of the shorter one's time is still paid"
+    else:
+        beside = (
+            f"beside a prompt decode steps take {costs.decode_slowdown:.2f} times as long, and add "
+            f"{costs.overlap_cost:.0%} of their own time to its"
+        )
+    out.print(f"{beside}; {costs.step_us:,.0f} us a step that nothing covers")
     for part, us in totals.get("repeats_launching_us", {}).items():
         if not us:
             continue  # the host runs what it launches

@@ -285,14 +285,14 @@ class AutoTables:
             (_bases(host), host.req_us) for host in _hosts(costs)
         )
         decode_host, piece_prompt, eager_prompt = full_bases[_DECODES], piece_bases[_PREFILLS], eager_bases[_PREFILLS]
-        step_us, overlaps = costs.step_us, costs.overlaps
+        step_us, overlaps = costs.step_us, [costs.overlap_of(count) for count in range(MANY_DECODES + 1)]
         # Of steps with both kinds of rows, which the index says.
         full_more, piece_more = ((0.0, 0.0, 0.0, both) for both in costs.both_us)
         uniform, varlen, mixed_column, pieces = group.uniform, group.varlen, group.mixed, group.pieces
         dense_eager = self._eager_us
         most_tokens, num_mixed, num_pieces, num_varlen = len(dense_eager), len(mixed_column), len(pieces), len(varlen)
         # Only this order of forms is unrolled below; any other goes the general way.
-        usual = self._forms[:2] == (_IN_TURN, _BESIDE) and all(each.gains for each in overlaps)
+        usual = self._forms[:2] == (_IN_TURN, _BESIDE)
         divides = bool(self._forms) and not forbidden & Mode.SPLIT.bit
         several = SplitForm.DECODES_BESIDE in self._forms
         wholes, whole, divide, eager = self._wholes, self._whole, self._divided, self._eager
@@ -350,9 +350,9 @@ class AutoTables:
             if cycle < least:
                 least, chosen = cycle, None
             if decode is not None and num_prefills and divides:
-                if not usual:
-                    return None
                 overlap = overlaps[num_decodes if num_decodes < most_told else most_told]
+                if not (usual and overlap[0] <= 1.0):
+                    return None
                 cost, outlasted, _ = overlap
                 # Beside takes no longer than in turn: where it can't be the shortest no form of one step can.
                 d_device, d_host = decode[1] + decode_us, decode_host + full_req * num_decodes + decode[5]

@@ -81,12 +81,11 @@ class StepCosts:
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes."""
-        return self._table.cost_by(self.launch_us, self._table.overlap_of(numbers.num_decodes), launches, numbers)
+        return self._table.cost_by(self.launch_us, launches, numbers)
 
     def decodes_ready_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float) -> float:
         """`Costing.decodes_ready_us`."""
-        overlap = self._table.overlap_of(numbers.num_decodes)
-        return self._table.decodes_ready_by(self.launch_us, overlap, launches, numbers, cycle_us)
+        return self._table.decodes_ready_by(self.launch_us, launches, numbers, cycle_us)
 
     def launch_us(self, launch: Launch, numbers: BatchNumbers) -> tuple[float, float]:
         """(device, host) time of one repeat of a launch."""

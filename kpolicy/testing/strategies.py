@@ -23,7 +23,7 @@ __all__ = ["claims", "contexts", "cost_tables", "ladders", "settings", "shapes",
 _MOST_TOKENS = 256
 _SETTINGS = st.builds(
     Settings,
-    max_num_reqs=st.integers(2, 24),
+    max_num_reqs=st.sampled_from([*range(2, 25), 40]),
     max_num_tokens=st.integers(64, _MOST_TOKENS),
     num_speculative_tokens=st.sampled_from([0, 0, 1, 3]),
     max_loras=st.sampled_from([0, 0, 0, 2, 4]),
@@ -81,9 +81,11 @@ _COSTS = st.builds(
     overlap_cost=st.sampled_from([0.0, 0.3, 1.0, 1.7]),
     decode_slowdown=st.sampled_from([None, 1.0, 1.4, 2.5]),
     effects=st.builds(
-        lambda cost, slowdown: StepEffects(one_row_overlap=cost, one_row_slowdown=slowdown),
-        st.sampled_from([None, None, 0.1, 1.0, 1.9]),
-        st.sampled_from([None, 1.2, 2.9]),
+        StepEffects,
+        one_row_overlap=st.sampled_from([None, None, 0.1, 1.0, 1.9]),
+        one_row_slowdown=st.sampled_from([None, 1.2, 2.9]),
+        many_rows_overlap=st.sampled_from([None, None, 0.2, 0.9, 1.3]),
+        many_rows_slowdown=st.sampled_from([None, 1.1, 2.2]),
     ),
     mixed=st.none() | _CURVE,
     both_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0)]),
@@ -177,4 +179,5 @@ def contexts(draw: st.DrawFn, policy: Policy | None = None) -> PolicyContext:
         settings=deployment,
         objective=draw(_OBJECTIVE),
         basis=draw(_BASIS),
+        spreads=draw(st.booleans()),
     )

@@ -42,6 +42,22 @@ def test_the_speeds_come_back(decode_speed: float, prompt_speed: float) -> None:
     assert [each["over_at_once"] for each in waits] == [1.05] * 6
 
 
+def test_one_pair_is_told_by_long_prompts() -> None:
+    """Shapes that go by the same two numbers are told without an error by them, and not by one number."""
+    overlap = Overlap.of(0.4, 1.8)
+    cells = {}
+    for place, (prompt_us, tokens) in enumerate(((7918.0, 2000), (3000.0, 300), (6000.0, 1200))):
+        cells[f"code x1/{place}"] = shape(2660.0, prompt_us, overlap, (1, 2, 4, 8)) | {"tokens": [2, tokens, 9, 9]}
+    fits, _ = halves.rows_of({"model": "m", "cells": cells})
+    (found,) = halves.one_pair(fits)
+    assert (found["overlap_cost"], found["decode_slowdown"]) == (
+        pytest.approx(0.4, abs=0.02),
+        pytest.approx(1.8, abs=0.02),
+    )
+    assert max(found["long_one_pair_error"], found["short_one_pair_error"]) < 0.01 < found["long_one_speed_error"]
+    assert halves.one_pair([each | {"prompt_tokens": 10} for each in fits]) == []
+
+
 def test_few_numbers_of_steps_tell_nothing() -> None:
     overlap = Overlap.of(0.45, 1.8)
     told, waits = halves.rows_of({"model": "m", "cells": {"code x1/0": shape(2660.0, 7918.0, overlap, (1, 2, 3))}})
@@ -90,6 +106,17 @@ def test_the_page_has_the_result() -> None:
             assert "| " + " | ".join(cells) + " |" in text
     assert f"within {max(each['error'] for each in fits):.1%} everywhere" in text
     assert f"off by up to {max(each['one_speed_error'] for each in fits):.1%}" in text
+    pairs = {each["model"]: each for each in RESULT["one_pair"]}
+    long, long_one, short, short_one = (
+        {model: each[f"{kind}_error"] for model, each in pairs.items()}
+        for kind in ("long_one_pair", "long_one_speed", "short_one_pair", "short_one_speed")
+    )
+    small = short.pop("qwen05b"), short_one.pop("qwen05b")
+    spans = [f"{min(each.values()):.1%} to {max(each.values()):.1%}" for each in (long, long_one, short, short_one)]
+    spans = [each.replace("% to", " to") for each in spans]
+    assert f"cells of long prompts are off by {spans[0]} in the mean, where one number for both has {spans[1]};" in text
+    assert f"those of shorter ones by {spans[2]}, where that has {spans[3]}, but for" in text
+    assert f"Qwen2.5-0.5B: {small[0]:.1%}, where it has {small[1]:.1%}**" in text
     waits = [each["over_at_once"] for each in RESULT["waits"]]
     assert f"{len(waits)} cells took {min(waits):.3f} to {max(waits):.3f} times as long" in text
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")

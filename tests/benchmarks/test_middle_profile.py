@@ -34,6 +34,32 @@ def middle(tmp_path: Path, *tables: CostTable) -> CostTable:
     return read_profile(tmp_path / "out.json").costs
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        # Two see the decode steps over first: the third's cost is another figure.
+        ([(0.55, None), (0.40, 2.6), (0.44, 2.2)], (0.42, 2.4)),
+        ([(0.55, None), (0.57, None), (0.40, 2.6)], (0.56, None)),
+        ([(0.55, None), (0.40, 2.6)], (0.40, 2.6)),
+        ([(0.5, None), (0.6, None), (0.7, None)], (0.6, None)),
+    ],
+)
+def test_what_halves_beside_each_other_take_is_told_by_pairs(
+    told: list[tuple[float, float | None]], expected: tuple[float, float | None], tmp_path: Path
+) -> None:
+    tables = [
+        table(
+            overlap_cost=cost, decode_slowdown=slowdown,
+            effects=StepEffects(many_rows_overlap=cost, many_rows_slowdown=slowdown),
+        )
+        for cost, slowdown in told
+    ]  # fmt: skip
+    found = middle(tmp_path, *tables)
+    assert (found.overlap_cost, found.decode_slowdown) == pytest.approx(expected)
+    assert (found.effects.many_rows_overlap, found.effects.many_rows_slowdown) == pytest.approx(expected)
+    assert (found.effects.one_row_overlap, found.effects.one_row_slowdown) == (None, None)
+
+
 def test_each_figure_is_the_middle_ones(tmp_path: Path) -> None:
     """Not one table's: whichever is odd by one figure counts by its others."""
     effects = [

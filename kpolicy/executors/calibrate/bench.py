@@ -462,8 +462,9 @@ class Bench:
         return statistics.median(self._of_one_speed()[case])
 
     def decodes_us(self, case: int) -> float:
-        """Median microseconds until the half with decode rows is over, of a step in halves."""
-        return statistics.median(each.decodes for each in self._times[case])
+        """Median microseconds until the half with decode rows is over, of a step in halves that takes `us`."""
+        shares = [each.decodes / each.device for each in self._times[case] if each.device]
+        return self.us(case) * statistics.median(shares or [0.0])
 
     def error(self, case: int) -> float:
         """Standard error of `us`, as a share of it, where the host runs what it launches."""
