@@ -12,7 +12,7 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_co
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part
 from kpolicy.policies import PolicyContext, get_policy
-from kpolicy.policies.auto import cheapest_of_unlike, rate
+from kpolicy.policies.auto import cheapest_of_unlike, rate, wait_of
 from kpolicy.policies.base import legal_ways
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.ranks import reduced_numbers
@@ -102,6 +102,41 @@ def test_no_way_would_end_the_slowest_rank_sooner(context, drawn):
     alike = all(rank == ranks[0] for rank in ranks)
     others = [slowest + (0.0 if alike else padding_us(way, context, ranks)) for way, _, slowest in found]
     assert taken <= min(others, default=taken) + ROUNDED_US
+
+
+@ANY
+@hypothesis.given(contexts(get_policy("auto")), shapes())
+def test_one_rank_lets_decode_steps_wait_as_one_engine_does(context, drawn):
+    """To a sixteenth of a slot, which a vote's rounding may turn over."""
+    context = attrs.evolve(context, costs=attrs.evolve(context.costs, effects=StepEffects()), spreads=True)
+    votes = reduced(get_policy("auto").compile(context), [drawn.numbers])
+    times, voted = RankTimes(context.costs), Voted._make(votes[-NUM_TIMES:])
+    for way in legal_ways(drawn.numbers, context, cheapest_of_unlike(context)):
+        told, alone = times.wait_of(way, voted) or 0.0, wait_of(way, drawn.numbers, context) or 0.0
+        assert told == pytest.approx(alone, abs=1 / 16), str(way)
+
+
+def test_slowed_decode_steps_wait_less_with_ranks_too():
+    """By hand: of two steps of 64 us beside a prompt; at twice their time and a half they fill it."""
+    shape = BatchShape(decodes=[(1, 64)], prefills=[(1000, 0)], decode_kv_tokens=64, max_decode_steps=2)
+    claims, settings = Claims.at_level("mixed"), Settings(max_num_reqs=64, max_num_tokens=2048)
+    keys = plan_keys(CaptureSizes((64,), (64,), (64, 1024)), claims, settings)
+    found = []
+    for slowdown in (None, 1.5, 2.5, 8.0):
+        costs = attrs.evolve(COSTS, overlap_cost=0.5, decode_slowdown=slowdown, host_piecewise=HostCost(0.0))
+        context = PolicyContext(claims=claims, ladder=CaptureLadder(keys), costs=costs, settings=settings)
+        votes = reduced(get_policy("auto").compile(context), [shape.numbers])
+        voted = Voted._make(votes[-NUM_TIMES:])
+        (way,) = [
+            each
+            for each in legal_ways(shape.numbers, context, cheapest_of_unlike(context))
+            if len(each.launches) == 2 and each.launches[0].repeat == 2 and each.launches[1].key is not None
+        ]
+        found.append((RankTimes(costs).wait_of(way, voted), wait_of(way, shape.numbers, context)))
+    assert [told for told, _ in found] == [alone for _, alone in found]
+    assert found[0] == found[1]
+    waits = [told or 0.0 for told, _ in found]
+    assert waits[0] > waits[2] > waits[3]
 
 
 @pytest.mark.parametrize(
