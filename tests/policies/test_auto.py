@@ -290,6 +290,34 @@ def test_one_row_beside_a_prompt_is_decided_by_its_own_overlap():
     assert sorted(found.values(), reverse=True) == list(found.values())
 
 
+def test_many_rows_beside_a_prompt_are_decided_by_their_own_overlap():
+    """Where they hide and eight don't, 32 run ahead, and eight don't; prepared as by itself, and numbers between too."""
+    effects = StepEffects(many_rows_overlap=0.0, many_rows_slowdown=1.5)
+    costs = attrs.evolve(
+        COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=1.0, effects=effects,
+        decode_attention=AttentionCost(), host_full=HostCost(1.0), host_piecewise=HostCost(1.0),
+    )  # fmt: skip
+    using = context(costs=costs, objective=Objective.parse("latency"))
+    found = {}
+    for rows in (7, 8, 12, 16, 24, 31, 32, 33, 60):
+        shape = BatchShape(decodes=[(1, rows)], prefills=[(1000 - rows, 0)], max_decode_steps=2)
+        decision = get_policy("auto").decide(shape, using)
+        assert get_policy("auto").compile(using).select(*shape.numbers) == decision, rows
+        found[rows] = decision.decode_steps
+    assert (found[8], found[32], found[60]) == (1, 2, 2)
+    assert sorted(found.values()) == list(found.values())
+
+
+def test_many_rows_that_take_longer_beside_than_in_turn():
+    """They are decided as any others, and so are few rows beside them in a table, which don't."""
+    effects = StepEffects(many_rows_overlap=1.5)
+    using = context(costs=attrs.evolve(COSTS, overlap_cost=0.3, effects=effects))
+    compiled = get_policy("auto").compile(using)
+    for rows in (3, 60):
+        shape = BatchShape(decodes=[(1, rows)], prefills=[(900, 0)], max_decode_steps=2)
+        assert compiled.select(*shape.numbers) == get_policy("auto").decide(shape, using)
+
+
 def test_first_token_limit_bounds_the_prefill():
     """Steps that would stretch the cycle beyond the limit aren't taken: 8 steps of 60 us beside 100 us do."""
     costs = attrs.evolve(COSTS, full=Curve((8, 64), (60.0, 61.0)))
