@@ -291,7 +291,7 @@ def test_one_row_beside_a_prompt_is_decided_by_its_own_overlap():
 
 
 def test_many_rows_beside_a_prompt_are_decided_by_their_own_overlap():
-    """Where they hide and eight don't, 32 run ahead, and eight don't; prepared as by itself, and numbers between too."""
+    """Where they hide and eight don't, 32 run ahead, and eight don't; prepared as by itself, numbers between too."""
     effects = StepEffects(many_rows_overlap=0.0, many_rows_slowdown=1.5)
     costs = attrs.evolve(
         COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=1.0, effects=effects,
