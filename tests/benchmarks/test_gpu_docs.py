@@ -176,7 +176,7 @@ def test_decode_steps_that_wait_are_told_as_they_came_out() -> None:
     for shape, weight in zip(cells, steps, strict=True):
         scores, pick = measured_regret._scores(shape, "step_us"), shape["picks"]["auto"]
         whole += weight * scores.us[scores.oracle]
-        points[measured_regret._at_once(pick) != pick] += 100 * weight * (scores.us[pick] - scores.us[scores.oracle])
+        points[measured_regret.at_once(pick) != pick] += 100 * weight * (scores.us[pick] - scores.us[scores.oracle])
     assert (
         f"where picks that wait lose {points[True] / whole:.1f} of the {sum(points.values()) / whole:.1f} points"
     ) in words
