@@ -54,7 +54,12 @@ __all__ = [
 _WAITS = 16
 """Shares of a slot that a launch's repeats may wait for"""
 EARLY = 1.15
-"""Times as long as expected that decode steps beside a prompt may take, to be over when the step ends"""
+"""Times as long as expected that decode steps beside a prompt may take, to be over when the step ends.
+
+Of 55 shapes with long prompts, of four models on an H200, decode steps slowed down by more than 1.15 times their
+model's median in eight, by up to 1.44 times (benchmarks/results/h200/halves.json); those are late all the same. What
+it does to a step is unverified on hardware.
+"""
 FEW_DECODES = 8
 """Decode rows, at most, beside which `CostTable.overlap_cost` is timed where a graph has so few"""
 MANY_DECODES = 32
@@ -614,8 +619,7 @@ class CostTable:
     ) -> float | None:
         """`Launch.wait_share` of so many decode steps beside a prompt, so that the last is over when the step ends.
 
-        Rather early than late, as what ends after the prompt makes the whole step longer: beside prompts of long
-        context decode steps took a fifth longer than beside others, of which `EARLY` is most. Rounded down to a
+        Rather early than late (`EARLY`), as what ends after the prompt makes the whole step longer. Rounded down to a
         sixteenth of a slot, so that prepared decisions stay few. None where they take all of the step's time or nearly.
 
         Args:

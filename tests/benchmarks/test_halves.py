@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import halves
+from kpolicy.costs import EARLY
 from kpolicy.overlap import Overlap
 
 DECODE, PROMPT = "FULL 2t/2r q=1", "PIECEWISE 512t"
@@ -138,3 +139,17 @@ def test_the_result_is_what_the_cells_say() -> None:
     assert [fits, waits] == of_code
     assert fits
     assert waits
+
+
+def test_how_many_shapes_the_margin_of_waiting_steps_covers() -> None:
+    """`kpolicy.costs.EARLY` says so."""
+    usual = {each["model"]: each["decode_slowdown"] for each in RESULT["one_pair"]}
+    times = [
+        each["decode_slowdown"] / usual[each["model"]]
+        for each in RESULT["fits"]
+        if each["prompt_tokens"] >= halves.LONG
+    ]
+    said = " ".join((ROOT / "kpolicy" / "costs.py").read_text(encoding="utf-8").split())
+    assert f"Of {len(times)} shapes with long prompts, of four models" in said
+    late = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"][sum(each > EARLY for each in times)]
+    assert f"by more than {EARLY} times their model's median in {late}, by up to {max(times):.2f} times" in said

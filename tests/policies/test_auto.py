@@ -272,20 +272,24 @@ def test_an_executor_that_does_not_spread_is_not_told_to(max_decode_steps):
         assert found[False].launches[0].repeat == found[True].launches[0].repeat
 
 
-def test_one_row_beside_a_prompt_is_decided_by_its_own_overlap():
-    """Where it hides and several rows don't, one row runs ahead, and eight don't; prepared as by itself."""
-    effects = StepEffects(one_row_overlap=0.0)
+def steps_beside(effects, all_rows, prompt):
+    """Decode steps beside prompts of that many tokens with the rows, by rows, where eight hide nothing; of two."""
     costs = attrs.evolve(
         COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=1.0, effects=effects,
         decode_attention=AttentionCost(), host_full=HostCost(1.0), host_piecewise=HostCost(1.0),
     )  # fmt: skip
-    using = context(costs=costs, objective=Objective.parse("latency"))
-    found = {}
-    for rows in (1, 2, 4, 7, 8):
-        shape = BatchShape(decodes=[(1, rows)], prefills=[(1000, 0)], max_decode_steps=2)
-        decision = get_policy("auto").decide(shape, using)
-        assert get_policy("auto").compile(using).select(*shape.numbers) == decision
-        found[rows] = decision.decode_steps
+    using = {"costs": costs, "objective": Objective.parse("latency")}
+    return {
+        rows: decide(
+            BatchShape(decodes=[(1, rows)], prefills=[(prompt(rows), 0)], max_decode_steps=2), **using
+        ).decode_steps
+        for rows in all_rows
+    }
+
+
+def test_one_row_beside_a_prompt_is_decided_by_its_own_overlap():
+    """Where it hides and several rows don't, one row runs ahead, and eight don't; prepared as by itself."""
+    found = steps_beside(StepEffects(one_row_overlap=0.0), (1, 2, 4, 7, 8), lambda _rows: 1000)
     assert (found[1], found[8]) == (2, 1)
     assert sorted(found.values(), reverse=True) == list(found.values())
 
@@ -293,17 +297,7 @@ def test_one_row_beside_a_prompt_is_decided_by_its_own_overlap():
 def test_many_rows_beside_a_prompt_are_decided_by_their_own_overlap():
     """Where they hide and eight don't, 32 run ahead, and eight don't; prepared as by itself, numbers between too."""
     effects = StepEffects(many_rows_overlap=0.0, many_rows_slowdown=1.5)
-    costs = attrs.evolve(
-        COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=1.0, effects=effects,
-        decode_attention=AttentionCost(), host_full=HostCost(1.0), host_piecewise=HostCost(1.0),
-    )  # fmt: skip
-    using = context(costs=costs, objective=Objective.parse("latency"))
-    found = {}
-    for rows in (7, 8, 12, 16, 24, 31, 32, 33, 60):
-        shape = BatchShape(decodes=[(1, rows)], prefills=[(1000 - rows, 0)], max_decode_steps=2)
-        decision = get_policy("auto").decide(shape, using)
-        assert get_policy("auto").compile(using).select(*shape.numbers) == decision, rows
-        found[rows] = decision.decode_steps
+    found = steps_beside(effects, (7, 8, 12, 16, 24, 31, 32, 33, 60), lambda rows: 1000 - rows)
     assert (found[8], found[32], found[60]) == (1, 2, 2)
     assert sorted(found.values()) == list(found.values())
 

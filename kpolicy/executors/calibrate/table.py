@@ -493,11 +493,7 @@ class _Overlap:
             return 1.0, None
         if not self._bench.host_runs:
             return self._speeds(self._few)
-        paid = []
-        for both, decodes, prompt, steps in self._timed(self._few):
-            halves = steps * self._bench.middle_us(decodes), self._bench.middle_us(prompt)
-            paid.append((self._bench.middle_us(both) - max(halves), min(halves)))
-        more, shorter = map(sum, zip(*paid, strict=True))
+        more, shorter = map(sum, zip(*self._paid(self._few), strict=True))
         share = _believable(more / shorter)
         return max(share, 1.0) if self._saves_by_chance() else share, None
 
@@ -534,15 +530,19 @@ class _Overlap:
         us, over = self._bench.us, self._bench.decodes_us
         first = [each for each in self._timed(cases) if 0 < over(each[0]) < _OVER_FIRST * us(each[0])]
         if not first:
-            paid = []
-            for both, decodes, prompt, steps in self._timed(cases):
-                halves = steps * us(decodes), us(prompt)
-                paid.append((us(both) - max(halves)) / min(halves))
-            return _believable(statistics.fmean(paid)), None
+            return _believable(statistics.fmean(more / shorter for more, shorter in self._paid(cases))), None
         alone_us = sum(steps * us(decodes) for _, decodes, _, steps in first)
         cost = _believable(sum(us(both) - us(prompt) for both, _, prompt, _ in first) / alone_us)
         slowdown = sum(over(both) for both, *_ in first) / alone_us
         return cost, min(max(slowdown, 1.0), MOST_SLOWDOWN)
+
+    def _paid(self, cases: Sequence[tuple[int, int, int, int]]) -> list[tuple[float, float]]:
+        """(beyond the longer half, the shorter half): microseconds of each step that was timed."""
+        us, paid = self._bench.middle_us, []
+        for both, decodes, prompt, steps in self._timed(cases):
+            halves = steps * us(decodes), us(prompt)
+            paid.append((us(both) - max(halves), min(halves)))
+        return paid
 
     def _timed(self, cases: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
         return [each for each in cases if all(map(self._bench.measured, each[:3]))]
