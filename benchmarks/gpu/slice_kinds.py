@@ -171,6 +171,7 @@ KINDS: dict[str, Kind] = {
     "overlap": Kind("overlap", (0, 2), _overlap, 300, last=15, worth=30),
     "soak": Kind("soak", (0, 0), _soak, 300, last=30, worth=60),
     "overhead": Kind("overhead", (1, 1), _config, 100),
+    "kernels": Kind("kernels", (1, 1), _config, 90, last=15, worth=20),
     "gpt2": Kind("gpt2", (0, 0), _nothing, 60),
     "padded": Kind("padded", (0, 1), _padded, 90, last=15, worth=30),
     "tests": Kind("", (0, 1), _tests, 240),

@@ -92,7 +92,7 @@ def test_no_write_access_is_said(
         assert kind(text) == Path(text)
 
 
-@pytest.mark.parametrize("name", ["attention", "gpt2", "padded", "correct", "overlap", "soak"])
+@pytest.mark.parametrize("name", ["attention", "gpt2", "kernels", "padded", "correct", "overlap", "soak"])
 @pytest.mark.parametrize("out", ["file/x.json", "folder"])
 def test_a_gpu_benchmark_tells_at_once_where_it_cannot_write(
     name: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from benchmarks.command import command_line  # noqa: E402
-from benchmarks.gpu import beside, correct, end_to_end, gpt2, overlap, regret, soak, startup  # noqa: E402
+from benchmarks.gpu import beside, correct, end_to_end, gpt2, kernels, overlap, regret, soak, startup  # noqa: E402
 from benchmarks.gpu.common import Results, interval_of_mean, load_model, open_engines  # noqa: E402
 from kpolicy.modes import Rows  # noqa: E402
 
@@ -650,6 +650,39 @@ def test_gpt2(tmp_path: Path) -> None:
     for cell in cells.values():
         assert cell["ways"].keys() == {"full", "piecewise", "eager"}
         assert all(way["likeliest_tokens_equal"] == 128 for way in cell["ways"].values())
+
+
+def test_kernels_of_a_step_in_each_way(tmp_path: Path) -> None:
+    """Every way of a step has its times; families add up to what all kernels take, which is listed by name."""
+    out, config = tmp_path / "out.json", tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN))
+    assert kernels.main(["--config", str(config), "--device", "cpu", "--tiny", "--out", str(out)]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert [name for name in cells if name.startswith("1 decode/")] == [
+        "1 decode/full 1", "1 decode/full 4", "1 decode/full 24", "1 decode/piecewise 24", "1 decode/eager",
+    ]  # fmt: skip
+    for cell in cells.values():
+        assert sum(cell["families"].values()) == pytest.approx(cell["device_us"], abs=1)
+        assert cell["wall_us"] >= cell["host_us"] > 0
+        assert cell["families"]["matrix products"] > 0
+        assert sum(us for _, us, _ in cell["longest"]) <= cell["device_us"] + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("nvjet_tst_128x64_64x8_2x1_v_bz_TNT", "matrix products"),
+        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<GroupProblemShape>>", "experts"),
+        ("void pytorch_flash::flash_fwd_splitkv_kernel<...>", "attention"),
+        ("void at::native::index_elementwise_kernel<128, 4>", "sorting and gathering"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::reduce_kernel<512, 1>", "norms, activations and sums"),
+        ("something_new", "other"),
+    ],
+)  # fmt: skip
+def test_a_kernel_counts_with_its_family(name: str, family: str) -> None:
+    """By its name, the first pattern that fits."""
+    assert kernels.family_of(name) == family
 
 
 def test_results_are_not_mixed(tmp_path: Path) -> None:
