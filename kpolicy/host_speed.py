@@ -31,8 +31,8 @@ INTERPRETER = "interpreter"
 AROUND = 4
 """Times on either side of one that tell with it how fast the host was: one alone is a moment's"""
 _LOOPS, _RUNS = 600, 3
-_EVERY_S, _SMALL_LOOPS = 0.004, 300
-"""Of a `SpeedTimer`: a note takes 0.3% of the time"""
+_EVERY_S, _SMALL_LOOPS, _SMALL_RUNS = 0.004, 100, 3
+"""Of a `SpeedTimer`: a note takes 0.4% of the time"""
 _LEAST, _KEPT, _RECENT_S = 8, 512, 0.25
 _SLOWS = 0.85
 """Share of the host's time for launching that is taken to go with the work; see docs/measured_fidelity.md."""
@@ -80,13 +80,15 @@ def felt(noted: Sequence[float], around: int = AROUND) -> list[float]:
 class SpeedTimer:
     """Notes how fast the host is every 4 ms while it is open, inside steps too; `work_inside_us` tells.
 
-    A timer's signal interrupts the main thread between two operations of the interpreter, for half of `host_work_us`'s
-    loop, run once: some 12 us. One process has one such signal, so it is for commands that own theirs, and not for
-    servers. It does nothing outside of the main thread, where the system has no such timer, or where the process has
-    an alarm running already. The last two seconds are kept.
+    A timer's signal interrupts the main thread between two operations of the interpreter, for a sixth of
+    `host_work_us`'s loop, run three times: some 15 us. The least of them counts, three times over: the first run finds
+    the processor's caches full of what the signal brought, and one that is interrupted says nothing of the core. One
+    process has one such signal, so it is for commands that own theirs, and not for servers. It does nothing outside of
+    the main thread, where the system has no such timer, or where the process has an alarm running already. The last
+    two seconds are kept.
 
     Of an EAGER step's launching on an H200's virtual host (DeepSeek-V2-Lite, 230 steps, four times each) notes inside
-    left 2.9% unexplained, notes beside it 6.1% (docs/measured_fidelity.md).
+    left 2.9% unexplained, notes beside it 6.1%. These were of half of the loop, run once (docs/measured_fidelity.md).
 
     Raises:
         RuntimeError: on entry, where one is open already.
@@ -130,10 +132,13 @@ class SpeedTimer:
             _timer, self._open = None, False
 
     def _note(self, *_: object) -> None:
-        start, total = time.perf_counter(), 0
-        for i in range(_SMALL_LOOPS):
-            total += i * i
-        self._noted.append((start, (time.perf_counter() - start) * 1e6))
+        begin, least = time.perf_counter(), float("inf")
+        for _run in range(_SMALL_RUNS):
+            start, total = time.perf_counter(), 0
+            for i in range(_SMALL_LOOPS):
+                total += i * i
+            least = min(least, time.perf_counter() - start)
+        self._noted.append((begin, least * _SMALL_RUNS * 1e6))
 
     def felt_us(self, begin_s: float, end_s: float) -> float:
         """Mean time of the work between two times; where fewer than eight were noted, of the last eight until the end.

@@ -158,6 +158,16 @@ def test_a_timer_notes_inside_what_runs_and_leaves_nothing_behind() -> None:
         assert timer.felt_us(begin, end) == 0
 
 
+def test_a_note_is_its_quickest_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 9, 5 and 40 us: neither what the signal left in the caches counts nor an interruption."""
+    runs = [(1.0, 9), (2.0, 5), (3.0, 40)]
+    times = itertools.chain([0.5], itertools.chain.from_iterable((start, start + us / 1e6) for start, us in runs))
+    monkeypatch.setattr("kpolicy.host_speed.time.perf_counter", lambda: next(times))
+    timer = SpeedTimer()
+    timer._note()
+    assert list(timer._noted) == [(0.5, pytest.approx(15))]
+
+
 @pytest.mark.usefixtures("alarms")
 def test_there_is_one_timer_at_a_time() -> None:
     with SpeedTimer() as timer, pytest.raises(RuntimeError, match="open already"), SpeedTimer():
