@@ -11,7 +11,7 @@ import attrs
 from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.schemas import Log, Profile, StepEntry, read_step_log
 from kpolicy.simulate.fidelity import FidelityRow, expected_steps, regime_of
-from kpolicy.simulate.repeats import LEAST_REPEATS, RepeatRow, ran_alike, repeated
+from kpolicy.simulate.repeats import LEAST_REPEATS, RepeatRow, ran_alike, repeat_rows
 
 POOLED = "all policies"
 
@@ -84,14 +84,14 @@ def steps_again(
 def measured_again(
     again: Mapping[str, Sequence[StepEntry]], logs: Mapping[str, Sequence[StepEntry]], profile: Profile
 ) -> dict[str, list[RepeatRow]]:
-    """By policy and for all together, the steps that `benchmarks.gpu.again` ran again.
+    """By policy and for all together, the steps that `benchmarks.gpu.again` ran again; of too few repeats no rows.
 
     Raises:
-        ConfigError: see `repeated`.
+        ConfigError: see `repeat_rows`.
     """
-    found = {policy: repeated(logs[policy], entries, profile.costs) for policy, entries in again.items()}
+    found = {policy: repeat_rows(logs[policy], entries, profile.costs) for policy, entries in again.items()}
     if found:
-        found[POOLED] = repeated(*pooled(logs, again), profile.costs)
+        found[POOLED] = repeat_rows(*pooled(logs, again), profile.costs)
     return found
 
 
@@ -117,8 +117,9 @@ def cells_again(
 
 
 def shown_again(title: str, rows: Sequence[RepeatRow]) -> None:
-    """Print a policy's rows."""
-    print(title, "measured again")
+    """Print a policy's rows, or that it has none."""
+    few = f": too few repeats, no step ran {LEAST_REPEATS} times or more in one regime"
+    print(f"{title} measured again{'' if rows else few}")
     for row in rows:
         print(
             f"  {row.mode:<22} {row.regime:<21} {row.host:<5} host {row.steps:>6} steps, {row.repeats:g} times each  "

@@ -8,7 +8,8 @@ twice by that profile, and the steps that the rule wants run again (`benchmarks.
         --rate 0.7 --policy auto --policy piecewise --policy vllm --limit 580 --out DIR
 
 All run in DIR, which gets links to config and trace, so that no result names a folder of the machine. What is in DIR
-already isn't made again. What fails ends the command: a run by fewer calibrations is none. At the end it
+already isn't made again. What fails ends the command: a run by fewer calibrations is none. Where the time left is less
+than ``--again`` asks for, it says so, and the steps that run again have what is left. At the end it
 prints the command that holds the profile to what is in DIR, which needs no GPU (`benchmarks.fidelity`).
 """
 
@@ -34,6 +35,7 @@ GRACE_S = 5.0
 """For what is interrupted to write what it has"""
 AROUND_S = 15.0
 """Of the seconds for steps that run again: for looking at cores and importing before they count, and closing after"""
+AGAIN = "steps again"
 KPOLICY = [sys.executable, "-m", "kpolicy"]
 
 
@@ -70,10 +72,10 @@ def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float
         sys.executable, "-m", "benchmarks.gpu.again", "--device", options.device, "--config", config,
         "--profile", str(profile), "--run", str(run), *served, *(w for log in first for w in ("--log", str(log))),
         *(w for mode in options.mode for w in ("--mode", mode)), "--most", str(options.most),
-        "--seconds", f"{max(options.again - AROUND_S, 0.0):g}", "--out", str(again),
+        "--seconds", "", "--out", str(again),
     ]  # fmt: skip
     if options.again:
-        found.append(("steps again", again, repeated, options.again + GRACE_S))
+        found.append((AGAIN, again, in_time(repeated, options.again), options.again + GRACE_S))
     return found
 
 
@@ -86,6 +88,12 @@ def fidelity_command(options: argparse.Namespace) -> str:
     command += [word for log in again for word in ("--again", log)]
     command += ["--run", "R.json", "--trace", options.trace.name, "--start", f"{options.start:g}"]
     return shlex.join([*command, "--window", f"{options.window:g}"])
+
+
+def in_time(command: Sequence[str], seconds: float) -> list[str]:
+    """The command of the steps that run again, with so many seconds in all."""
+    at = command.index("--seconds") + 1
+    return [*command[:at], f"{max(seconds - AROUND_S, 0.0):.0f}", *command[at + 1 :]]
 
 
 def is_there(path: Path) -> bool:
@@ -163,6 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if left <= 2 * GRACE_S:
             sys.stderr.write(f"{what}: no time left within --limit {options.limit:g}; call it again to go on\n")
             return 1
+        if what == AGAIN and left < most:
+            told = f"{left - GRACE_S:.0f} s are left within --limit {options.limit:g} for --again {options.again:g}"
+            sys.stderr.write(f"{what}: {told}; too few may run three times\n")
+            command = in_time(command, left - GRACE_S)
         code = ran(command, options.out, written, min(most, left), quiet=options.quiet if what != "the middle" else 0)
         print(f"[{time.monotonic() - zero:4.0f} s] {what}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
         if code:

@@ -6,8 +6,11 @@ from its trace and from when its steps began and ended (`StepEntry.start_us`), s
 the run's; each such step goes through `Engine.step`, after the one that came before it in the run; what lies between is
 scheduled and not run. The KV isn't what it was, and decode rows' tokens aren't: times don't depend on them, but for a
 mixture of experts. Seconds pass between the repeats of a step, so that a core which is slow for seconds slows other
-steps in each pass. With ``--turns`` every other pass runs on the core that is slowest just then, and the others on the
-quickest: the same step is then seen bounded by the host and not::
+steps in each pass; one after the other they would all see the same moment. So a pass goes over all steps. Where three
+wouldn't end within ``--seconds`` by what the first took, those after it run fewer steps, which then have three each: at
+most so many of each policy and mode, evenly over the run, so that a mode of few steps keeps them all. With ``--turns``
+every other pass runs on the core that is slowest just then, and the others on the quickest: the same step is then seen
+bounded by the host and not::
 
     python -m benchmarks.gpu.again --config config.json --profile P.json --run R.json --trace T --start 600
         --log S-auto.jsonl --log S-vllm.jsonl --out A.jsonl
@@ -25,7 +28,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
 from typing import Any
@@ -54,9 +57,11 @@ from kpolicy.serving.real_run import Serving, fitting, open_model, quiet_transfo
 from kpolicy.serving.warm_up import warm_up
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
-from kpolicy.simulate.repeats import host_bound, ran_alike
+from kpolicy.simulate.repeats import LEAST_REPEATS, host_bound, ran_alike
 from kpolicy.trace_run import Prompts
 
+SPARE = 1.1
+"""Times what passes took, that those to come are given"""
 _COUNTS = BatchNumbers._fields.index("max_query_len")
 
 
@@ -112,6 +117,63 @@ def wanted(
     return found
 
 
+def with_those_before(steps: Collection[int]) -> set[int]:
+    """They and the step before each: what ran before is in the host's caches."""
+    return {max(i + back, 0) for i in steps for back in (-1, 0)}
+
+
+def by_mode(log: Log[StepEntry], steps: Collection[int]) -> list[list[int]]:
+    """Places of steps in their order, those of each mode together."""
+    found: dict[str, list[int]] = {}
+    for i in sorted(steps):
+        found.setdefault(log.entries[i].mode, []).append(i)
+    return list(found.values())
+
+
+def most_in_time(runs: Mapping[str, Again], seconds: Mapping[str, float], left_s: float, passes: int) -> int | None:
+    """How many steps of each policy and mode run so many more times in the time left; None where all do.
+
+    Args:
+        runs: what runs again, by policy.
+        seconds: what a pass took, by policy.
+        left_s: the time left.
+        passes: more of them.
+    """
+    step_s = {policy: seconds[policy] / len(again.runs) for policy, again in runs.items()}
+
+    def needed_s(most: int) -> float:
+        steps = {policy: len(with_those_before(again.fewer(most))) for policy, again in runs.items()}
+        return passes * sum(step_s[policy] * count for policy, count in steps.items())
+
+    largest = max(len(steps) for again in runs.values() for steps in by_mode(again.log, again.steps))
+    if needed_s(largest) <= left_s:
+        return None
+    return next((most for most in range(largest - 1, 1, -1) if needed_s(most) <= left_s), 1)
+
+
+def leave_out(runs: Mapping[str, Again], longest: dict[tuple[str, bool], float], left_s: float, passes: int) -> None:
+    """After a first pass: fewer steps run from now on, where not all would so many more times.
+
+    Args:
+        runs: what runs again, by policy.
+        longest: seconds of a pass by policy and core; brought to what runs on.
+        left_s: the time left.
+        passes: more that each step should have, on each core.
+    """
+    took = {policy: sum(s for (name, _), s in longest.items() if name == policy) for policy in runs}
+    most = most_in_time(runs, took, left_s / SPARE, passes)
+    if most is None:
+        return
+    told = f"at most {most} steps of each policy and mode run on, so that they run {passes + 1} times"
+    print(f"{left_s:.0f} s left: {told}", flush=True)
+    for policy, again in runs.items():
+        before = len(again.runs)
+        again.steps = again.fewer(most)
+        again.runs = with_those_before(again.steps)
+        for key in longest:
+            longest[key] *= len(again.runs) / before if key[0] == policy else 1.0
+
+
 def not_run(entry: StepEntry) -> StepOutputs:
     """What a step gives back that is scheduled and not run."""
     numbers = entry.shape.numbers
@@ -126,6 +188,7 @@ class Again:
     Args:
         engine: captured.
         log: the run's steps.
+        steps: the indices of those that are measured again.
         runs: the indices of those that run.
         notes_speed: whether the host's speed is noted after each.
         batcher: makes an empty scheduler.
@@ -135,11 +198,16 @@ class Again:
 
     engine: Engine
     log: Log[StepEntry]
+    steps: set[int]
     runs: set[int]
     notes_speed: bool
     batcher: Any
     trace: Trace
     prompts: Prompts
+
+    def fewer(self, most: int) -> set[int]:
+        """Of `steps` at most so many of each mode, evenly over the run."""
+        return {i for places in by_mode(self.log, self.steps) for i in thinned(places, most)}
 
     def once(self) -> tuple[list[StepEntry], int]:
         """One pass: the steps that ran, with their times, and how many the engine decided otherwise than in the run.
@@ -212,8 +280,7 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
         steps = set(range(len(log.entries)))
         if not arguments.all:
             steps = wanted(log, profile.costs, most=arguments.most, slower=arguments.slower, modes=arguments.mode or ())
-        # With the step before each: what ran before is in the host's caches.
-        runs = {max(i + back, 0) for i in steps for back in (-1, 0)}
+        runs = with_those_before(steps)
         if not runs:
             print(f"{log.header.policy}: the host bounds none of its steps")
             continue
@@ -226,7 +293,7 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
         engine.capture()
         warm_up(engine.executor, engine.registry, model, settings)
         noted = profile.costs.host_work_us > 0 and profile.costs.host_probe == INTERPRETER
-        found[log.header.policy] = Again(engine, log, runs, noted, serving.batcher, trace, prompts)
+        found[log.header.policy] = Again(engine, log, steps, runs, noted, serving.batcher, trace, prompts)
         modes = ", ".join(f"{mode} {n}" for mode, n in Counter(log.entries[i].mode for i in steps).most_common())
         print(
             f"{log.header.policy}: {len(runs)} of {len(log.entries)} steps, {len(steps)} of them to be measured "
@@ -281,6 +348,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         longest = dict.fromkeys(((policy, quick) for policy in runs for quick in kinds), 0.0)
         for number in range(arguments.passes * len(kinds)):
             quick = number % len(kinds) == 0
+            if number == len(kinds) and min(longest.values(), default=0.0):
+                left = arguments.seconds - (time.perf_counter() - began)
+                leave_out(runs, longest, left, min(arguments.passes, LEAST_REPEATS) - 1)
             # Forth and back, so that a policy's repeats don't come at even distances.
             for policy in runs if number // len(kinds) % 2 == 0 else reversed(runs):
                 begun = time.perf_counter()

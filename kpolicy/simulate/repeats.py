@@ -20,7 +20,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.schemas import StepEntry
 from kpolicy.simulate.fidelity import REGIMES, expected_steps, regime_of
 
-__all__ = ["HOSTS", "IN_THE_RUN", "LEAST_REPEATS", "RepeatRow", "host_bound", "ran_alike", "repeated"]
+__all__ = ["HOSTS", "IN_THE_RUN", "LEAST_REPEATS", "RepeatRow", "host_bound", "ran_alike", "repeat_rows", "repeated"]
 
 LEAST_REPEATS = 3
 """Of a step, whose middle is looked at."""
@@ -108,7 +108,18 @@ def ran_alike(one: StepEntry, other: StepEntry) -> bool:
 
 
 def repeated(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTable) -> list[RepeatRow]:
-    """Rows for each mode and regime whose steps were measured again.
+    """What `repeat_rows` gives, for whom no row at all is an error.
+
+    Raises:
+        ConfigError: see `repeat_rows`; or no step has enough repeats.
+    """
+    if not (found := repeat_rows(run, again, costs)):
+        raise ConfigError(f"no step ran {LEAST_REPEATS} times or more in one regime; give more passes.")
+    return found
+
+
+def repeat_rows(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTable) -> list[RepeatRow]:
+    """Rows for each mode and regime whose steps were measured again; none where no step has `LEAST_REPEATS` repeats.
 
     Args:
         run: a run's steps.
@@ -117,7 +128,7 @@ def repeated(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTa
         costs: the table to hold to them.
 
     Raises:
-        ConfigError: a step isn't one of the run's, or none has enough repeats.
+        ConfigError: a step isn't one of the run's.
     """
     bound = [each.cost.host_us > each.cost.device_us for each in expected_steps(run, costs)]
     samples: dict[int, list[_Repeat]] = {}
@@ -144,8 +155,6 @@ def repeated(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTa
         for case, kept in alike.items():
             if len(kept) >= LEAST_REPEATS:
                 cases.setdefault(case, []).append(kept)
-    if not cases:
-        raise ConfigError(f"no step ran {LEAST_REPEATS} times or more in one regime; give more passes.")
     mixed = {(mode, regime) for mode, regime, host in cases if host == _SLOW}
     cases = {key: steps for key, steps in cases.items() if key[2] != _QUICK or key[:2] in mixed}
     places = {name: i for i, name in enumerate((*REGIMES, IN_THE_RUN, *HOSTS))}

@@ -14,7 +14,17 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks.gpu.again import Again, main, sizes_of, thinned, wanted
+from benchmarks.gpu.again import (
+    SPARE,
+    Again,
+    leave_out,
+    main,
+    most_in_time,
+    sizes_of,
+    thinned,
+    wanted,
+    with_those_before,
+)
 from kpolicy.cli.step_log import StepLog
 from kpolicy.costs import HostCost, analytic_costs
 from kpolicy.engine import Engine
@@ -60,7 +70,7 @@ def again(tmp_path: Path, policy: str, runs: set[int] | None = None, trace: Trac
         serve_trace(TRACE, ran, batcher(), Prompts(), on_step=note)
     log = read_step_log(path)
     runs = set(range(len(log.entries))) if runs is None else runs
-    return Again(engine(policy), log, runs, True, batcher, trace, Prompts())
+    return Again(engine(policy), log, runs, runs, True, batcher, trace, Prompts())
 
 
 @pytest.mark.parametrize("policy", ["auto", "vllm", "split:form=decodes_beside"])
@@ -166,6 +176,30 @@ def test_every_step_of_a_mode_whatever_its_form(tmp_path: Path) -> None:
     assert split
     assert wanted(log, costs, most=None, slower=1.0) == set()
     assert wanted(log, costs, most=None, slower=1.0, modes=["split"]) == split
+
+
+def test_where_three_passes_would_not_end_fewer_steps_have_them(tmp_path: Path) -> None:
+    """Of the mode that has most, evenly over the run; one of few steps keeps them all, and passes stay far apart."""
+    made = again(tmp_path, "vllm")
+    eager = [i for i, each in enumerate(made.log.entries) if each.mode == "eager"]
+    full = [i for i, each in enumerate(made.log.entries) if each.mode == "full"][20:24]
+    made = attrs.evolve(made, steps={*eager, *full}, runs=with_those_before({*eager, *full}))
+    pass_s = float(len(made.runs))
+    assert most_in_time({"vllm": made}, {"vllm": pass_s}, 2 * pass_s, 2) is None
+    longest = {("vllm", True): pass_s, ("other", True): 9.0}
+    leave_out({"vllm": made}, longest, SPARE * 2 * pass_s, 2)
+    assert len(made.runs) == pass_s, "all run on"
+    leave_out({"vllm": made}, longest, SPARE * pass_s, 2)
+    kept = [i for i in eager if i in made.steps]
+    assert made.steps == {*kept, *full}
+    assert kept == thinned(eager, len(kept))
+    assert len(kept) > len(full)
+    assert made.runs == with_those_before(made.steps)
+    # Two passes of what is left end in time, and one step more of the mode wouldn't.
+    assert longest == {("vllm", True): pytest.approx(len(made.runs)), ("other", True): 9.0}
+    assert 2 * len(made.runs) <= pass_s < 2 * len(with_those_before({*thinned(eager, len(kept) + 1), *full}))
+    leave_out({"vllm": made}, longest, 0.0, 2)
+    assert len(made.steps) == 2, "one of each mode, of which no pass begins that wouldn't end"
 
 
 @pytest.mark.parametrize("passes", [["--passes", "2"], ["--passes", "1", "--turns"]], ids=["here", "in turns"])

@@ -239,6 +239,38 @@ def test_steps_that_ran_again_stand_beside_the_runs(
         fidelity.main([*given, "--again", str(tmp_path / "a.jsonl")])
 
 
+def test_too_few_repeats_lose_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a policy whose repeats were cut off it is said; the others' rows, the cells and the ranking are written."""
+    monkeypatch.setattr(fidelity, "RESULT", tmp_path / "fidelity.json")
+    write_profile(tmp_path / "p.json", Profile(costs=analytic_costs(), device="d", model="m"))
+    given = ["--profile", str(tmp_path / "p.json")]
+    for policy, passes in (("auto", 3), ("vllm", 2)):
+        entries, _ = run(policy=policy)
+        for name, steps in (("s", entries), ("a", passes * entries[:40])):
+            path = tmp_path / f"{name}-{policy}.jsonl"
+            with StepLogWriter(path, LogHeader(policy=policy)) as writer:
+                for entry in steps:
+                    writer.write(entry)
+            given += ["--log" if name == "s" else "--again", str(path)]
+    assert fidelity.main([*given, "--date", "D"]) == 0
+    said = capsys.readouterr().out
+    assert "vllm measured again: too few repeats, no step ran 3 times or more in one regime" in said
+    assert "ranking by time a token: as measured" in said
+    result = json.loads((tmp_path / "fidelity.json").read_text())
+    again = result["measured_again"]
+    assert again["vllm"] == []
+    assert sum(row["steps"] for row in again["auto"]) == 40
+    assert again["all policies"] == again["auto"]
+    assert sum(cell["again"] for cell in result["cells_again"]) == 40
+    # As of a run none of whose steps ran so often.
+    assert fidelity.main([*given[:2], *given[6:], "--date", "D"]) == 0
+    result = json.loads((tmp_path / "fidelity.json").read_text())
+    assert result["measured_again"] == {"vllm": [], "all policies": []}
+    assert {cell["again"] for cell in result["cells_again"]} == {0}
+
+
 def test_a_cells_own_steps_are_counted_whatever_regime_their_repeats_have() -> None:
     """Steps that the host bounded in the run, and the device when they ran again, don't show the latter's cell."""
     quick = [attrs.evolve(each, host_work_us=WORK_US) for each in run()[0]]

@@ -37,7 +37,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *codes: int, seconds: float = 0.0) 
                 script += "; open('A-auto.jsonl', 'w').close()"
             elif path.name != "R.json":
                 script += f"; open('{path}', 'w').close()"
-            found.append((what, path, [sys.executable, "-c", f"{script}; raise SystemExit({code})"], most))
+            found.append(
+                (what, path, [sys.executable, "-c", f"{script}; raise SystemExit({code})", *command[-4:]], most)
+            )
             assert not any("/" in word for word in command[3:]), "no folder of a machine is in what results name"
         return found
 
@@ -105,6 +107,30 @@ def test_nothing_begins_without_time_and_what_lasts_is_stopped(
     assert "calibration 1: no time left within --limit 9; call it again to go on" in capsys.readouterr().err
 
 
+def test_repeats_that_have_less_time_than_asked_for_are_told_and_given_what_is_left(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They begin no pass that the limit would cut off; with time enough nothing is said."""
+    seen: list[tuple[list[str], float]] = []
+
+    def ran(command: list[str], out: Path, written: Path, seconds: float, *, quiet: int) -> int:
+        del out, written, quiet
+        seen.append((command, seconds))
+        return 0
+
+    monkeypatch.setattr(fidelity_run, "ran", ran)
+    assert fidelity_run.main([*words, "--limit", "75"]) == 0
+    command, seconds = seen[-1]
+    assert capsys.readouterr().err == (
+        "steps again: 70 s are left within --limit 75 for --again 95; too few may run three times\n"
+    )
+    assert command[-4:] == ["--seconds", "55", "--out", "A.jsonl"]
+    assert seconds == pytest.approx(75, abs=1)
+    assert fidelity_run.main([*words, "--limit", "110"]) == 0
+    assert capsys.readouterr().err == ""
+    assert seen[-1][0][-4:] == ["--seconds", "80", "--out", "A.jsonl"]
+
+
 def test_another_model_in_the_folder_is_refused(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +153,7 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
         return 0
 
     monkeypatch.setattr(fidelity_run, "ran", ran)
-    assert fidelity_run.main([*words, "--window", "20", "--start", "600"]) == 0
+    assert fidelity_run.main([*words, "--window", "20", "--start", "600", "--limit", "580"]) == 0
     served = "--trace trace.csv --start 600 --window 20"
     *calibrations, middle, run, again = [" ".join(command[2:]) for command in seen]
     assert calibrations[2] == ("kpolicy calibrate --device cuda --model config.json --seconds 25 --out C-3.json --json")

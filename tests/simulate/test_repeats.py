@@ -13,7 +13,7 @@ from kpolicy.modes import Mode, Rows
 from kpolicy.reasons import Reason
 from kpolicy.schemas import StepEntry
 from kpolicy.shapes import BatchShape
-from kpolicy.simulate.repeats import IN_THE_RUN, LEAST_REPEATS, RepeatRow, host_bound, repeated
+from kpolicy.simulate.repeats import IN_THE_RUN, LEAST_REPEATS, RepeatRow, host_bound, repeat_rows, repeated
 
 COSTS = CostTable(
     version="repeats", measured=True, full=Curve([1], [100.0]), piecewise=Curve([1], [100.0]),
@@ -119,8 +119,10 @@ def test_repeats_that_ran_another_way_or_too_seldom_are_left_out() -> None:
     assert rows([*(step(BOUND, 500.0) for _ in range(3)), other])["host-bound"].repeats == 3
     alike = attrs.evolve(step(BOUND, 500.0), launches=[attrs.evolve(RUN[BOUND].launches[0], reason="no_graphs")])
     assert rows(3 * [alike])["host-bound"].repeats == 3
+    few = [*(step(BOUND, 500.0) for _ in range(2)), other, step(NOT, 1000.0)]
+    assert repeat_rows(RUN, few, COSTS) == []
     with pytest.raises(ConfigError, match="more passes"):
-        repeated(RUN, [*(step(BOUND, 500.0) for _ in range(2)), other, step(NOT, 1000.0)], COSTS)
+        repeated(RUN, few, COSTS)
 
 
 @pytest.mark.parametrize("wrong", [{"step": 7}, {"step": NOT}], ids=["no such step", "another batch"])
