@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from kpolicy.costs import AttentionCost, Curve
@@ -13,16 +12,19 @@ from kpolicy.modes import Rows
 
 __all__ = ["PaddedRows"]
 
-_CASES = 3
-"""Graphs that are timed with as few rows as come to them"""
+_LEAST = (8, 16, 32)
+"""Of each, the smallest graph of so many tokens and more is timed, half empty"""
 _TOLD = 0.02
 """Of the full graphs' time: what padding saves less than that is what repeats differ by"""
 
 
 class PaddedRows:
-    """Graphs timed with the fewest decode rows that come to them: one more than the next smaller one holds.
+    """Graphs timed with one decode row more than half of what they hold.
 
     In a mixture of experts all rows of padding choose the same few experts, and leave the weights of others unread.
+    Where rows choose many experts each, larger graphs read them all anyway, so the smaller ones tell. One ladder has
+    graphs of every few rows there, another of 8, 16 and 24 alone, which five, nine and 17 rows come to: half of a graph
+    is what either may leave empty.
 
     Args:
         bench: times the steps; nothing is timed where the host itself runs what it launches.
@@ -35,10 +37,9 @@ class PaddedRows:
         if bench.host_runs:
             return
         by_size = {key.num_tokens: key for key in keys}
-        fewest = [(size, smaller + 1) for smaller, size in itertools.pairwise(sorted(by_size)) if size > smaller + 2]
-        # Where rows choose many experts each, larger graphs read them all anyway.
-        for size, rows in fewest[:_CASES]:
-            launches = [Launch(Rows.ALL, by_size[size])]
+        chosen = (min((size for size in by_size if size >= least), default=None) for least in _LEAST)
+        for size in sorted({size for size in chosen if size is not None}):
+            launches, rows = [Launch(Rows.ALL, by_size[size])], size // 2 + 1
             self._cases.append((bench.add(launches, bench.rows(rows, bench.dense_kv), wave=Wave.LATER), size, rows))
 
     def share(self, curve: Curve | None, attention: AttentionCost, step_us: float) -> float:
