@@ -100,6 +100,23 @@ def test_loads_that_lack_shapes_are_told() -> None:
     assert f"There the 8B had a mean of {mean:.1%} and a p99 of {p99:.1%}, of gaps too, at a93eb61" in words
 
 
+def test_what_a_slow_host_did_to_fixed_policies_is_told() -> None:
+    """The most of two policies on the 0.5B, now and in the run before."""
+    now, before = [row for row in regret() if row["model"] == "qwen05b"], rows_of("qwen05b_fifth")
+    most = {
+        policy: [
+            percent(max(100 * row["mean_regret"] for row in rows
+                        if (row["policy"], row["objective"]) == (policy, "step_us")))
+            for rows in (now, before)
+        ]
+        for policy in ("piecewise", "vllm")
+    }  # fmt: skip
+    (more, less), (vllm, vllm_before) = most.values()
+    assert (
+        f"on Qwen2.5-0.5B `piecewise` up to {more}% where it was {less}%, `vllm` {vllm}% where it was {vllm_before}%"
+    ) in " ".join("\n".join(DOC).split())
+
+
 HOW_MANY = ("none", "one", "two", "three", "four", "five", "all six")
 
 
@@ -147,11 +164,6 @@ def test_the_limits_are_told_as_they_came_out() -> None:
         ("no policy better beyond the 95% interval, on", [who_is_better(rows) for rows in each.values()]),
     ):  # fmt: skip
         assert f"| {begins} | {' | '.join(cells)} |" in DOC
-    (shape,) = [cell for key, cell in raw("qwen05b")["cells"].items() if key.startswith("code x1/")
-                and cell["tokens"][:2] == [1, 1105]]  # fmt: skip
-    for objective, policy in measured_regret.AUTO.items():
-        assert measured_regret._scores(shape, objective).oracle == shape["picks"][policy]
-    assert "That shape's pick is the best way now." in " ".join("\n".join(DOC).split())
 
 
 LIMITS = {"mean_regret": 0.02, "p99_regret": 0.1}
@@ -173,8 +185,8 @@ def waiting(name: str) -> tuple[dict[str, tuple[dict[str, Any], str]], list[floa
 def over_expected(shape: dict[str, Any], way: str) -> float:
     """What a way took over what the table said, less 1."""
     cell = shape["cells"][way]
-    taken: float = statistics.median(cell["us"])
-    return taken / (cell["expected"][1] * cell["steps"]) - 1
+    found: float = statistics.median(cell["us"]) / (cell["expected"][1] * cell["steps"]) - 1
+    return found
 
 
 def is_late(shape: dict[str, Any], way: str) -> bool:
@@ -594,12 +606,14 @@ def test_the_guide_has_the_most_that_auto_loses() -> None:
         f"Llama-3.2-1B, {mean['llama8b']} on Llama-3.1-8B, on 23 of 24 loads"
     )
     assert in_short("the same, p99") == (
-        f"up to {p99['qwen05b']}, {p99['dsv2lite']}, {p99['llama1b']} and {p99['llama8b']}"
+        f"up to {p99['qwen05b']}, {p99['dsv2lite']}, {p99['llama1b']} and {p99['llama8b']}, in that order"
     )
     assert not any(row["better_than_auto"] and not row["policy"].startswith("auto") for row in regret())
     assert in_short("policies better than `auto`") == "none, on four models"
     loads = dict.fromkeys((row["model"], row["trace"], row["rate"]) for row in autos)
     assert len(loads) == 23
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"holds on the {len([load for load in loads if load[0] != 'llama1b'])} loads that ran" in changes
     assert all(row["p99_regret"] <= 0.1 for row in regret()
                if row["policy"] == measured_regret.AUTO[row["objective"]])  # fmt: skip
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())

@@ -74,10 +74,31 @@ def test_the_conversation_trace_is_told_as_it_came_out() -> None:
         f"p99, as decodes run beside them within `first_token_limit`, in {beside:.0%} of its steps."
     ) in words
     assert all(cell["served"] == 150 for cell in cells.values())
-    told = f"{over('tokens_per_s', brackets='()')}, gaps at p99 {over('gap_p99_us', brackets='()')}"
+    replicas, mine_ = ([cells[f"conversation saturated/{i}/{policy}"] for i in range(3)] for policy in ("vllm", "auto"))
+    slow = [f"{cell['host_us']:.0f}" for cell in replicas]
+    rates = [f"{cell['tokens_per_s']:,.0f}" for cell in replicas]
+    ratios = (
+        mine_[2]["tokens_per_s"] / replicas[2]["tokens_per_s"],
+        replicas[2]["gap_p99_us"] / mine_[2]["gap_p99_us"],
+    )
+    assert (
+        f"(`host_us` {slow[0]} and {slow[1]}, {slow[2]} in the third): its EAGER steps take the longer so, {rates[0]} "
+        f"and {rates[1]} tokens a second and {rates[2]}. **In the third round, with a quick host for both, it is "
+        f"{ratios[0]:.2f} times the tokens a second**, and gaps at p99 {ratios[1]:.2f} times as short."
+    ) in words
+    assert mine_[2]["host_us"] < 400
+    pieces = [cells[f"conversation saturated/{i}/piecewise"] for i in (0, 2)]
+    at_once, quick = (f"{cell['tokens_per_s']:,.0f}" for cell in pieces)
+    assert f"({at_once} tokens a second at {pieces[0]['host_us']:.0f}, {quick} at {pieces[1]['host_us']:.0f})" in words
+    hosts = [cell["host_us"] for cell in cells.values()]
+    assert f"At 8cb4544 it took {min(hosts):.0f} to {max(hosts):.0f}, which" in words
+    told = (
+        f"{over('tokens_per_s', brackets='()')}, gaps at p99 {over('gap_p99_us', brackets='()')}; {ratios[0]:.2f} and "
+        f"{ratios[1]:.2f} in the one round in which the host was quick for both"
+    )
     assert in_short("throughput, 150 requests of the conversation") == told
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{over('tokens_per_s', brackets='()')} of the conversation trace, one model" in readme
+    assert f"{over('tokens_per_s', brackets='()')} of the conversation trace on a host" in readme
     before_ = summarise(read("raw/end_to_end_qwen05b_second"))
     older = {(row["load"], row["figure"]): row for row in before_ if row["policy"] == "auto"}
     code, talk = (older[f"{trace} saturated", "tokens_per_s"] for trace in ("code", "conversation"))

@@ -115,7 +115,7 @@ def test_the_page_has_what_calibration_found() -> None:
         pairs = [(pair.cost, pair.slowdown) for pair in map(costs.overlap_of, (1, 8, 32))]
         pairs.append((usual["overlap_cost"], usual["decode_slowdown"]))
         cells = [NAMES[model], *(f"{cost:.2f} / {slowdown:.2f}" for cost, slowdown in pairs)]
-        cells += [f"{fmean(map(abs, off[long])):.1%}" for long in (True, False)]
+        cells += [f"{fmean(map(abs, off[kind])):.1%}" for kind in (True, False)]
         assert "| " + " | ".join(cells) + " |" in page
         longer[model] = f"{-fmean(off[True]):.1%}"
     small, mixture, large = longer.values()
@@ -131,8 +131,8 @@ def test_the_page_has_the_result() -> None:
     text = page[page.index("### Halves beside each other") :].partition("\n### ")[0]
     fits = RESULT["fits"]
     for model, name in NAMES.items():
-        for kind, long in (("1,000 tokens and more", True), ("fewer", False)):
-            mine = [each for each in fits if each["model"] == model and (each["prompt_tokens"] >= 1000) is long]
+        for kind, many in (("1,000 tokens and more", True), ("fewer", False)):
+            mine = [each for each in fits if each["model"] == model and (each["prompt_tokens"] >= 1000) is many]
             ranges = [
                 f"{min(each[field] for each in mine):.2f} to {max(each[field] for each in mine):.2f}"
                 for field in ("decode_speed", "prompt_speed", "decode_slowdown", "overlap_cost")
