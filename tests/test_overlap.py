@@ -57,8 +57,8 @@ def test_what_takes_longer_beside_than_in_turn_is_told_by_its_cost_alone() -> No
 def test_measured_on_an_h200() -> None:
     """Qwen2.5-0.5B's decode steps of 2.66 ms beside a prompt of 7.92: one to eight of them, as they were measured.
 
-    Conversation x1's shape 33 in benchmarks/results/h200/raw/regret_qwen05b.json; a step in a row takes 4% less than
-    one alone.
+    Conversation x1's shape 33 in benchmarks/results/h200/raw/regret_qwen05b_fifth.json; a step in a row takes 4% less
+    than one alone.
     """
     measured = {1: 9.217, 2: 10.340, 3: 12.494, 4: 15.021, 6: 20.011, 8: 25.131}
     overlap = Overlap.of(0.46, 1.82)

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.end_to_end import summarise
+from kpolicy.cli import main
+from kpolicy.profiles import load_profile
+from tests.scheduling import real_file
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -26,13 +29,174 @@ def end_to_end(model: str) -> list[dict[str, Any]]:
 
 
 def test_rows_are_those_of_the_raw_runs() -> None:
-    """The 0.5B's conversation trace of the run before, as the newer one didn't reach it."""
-    newer, older, larger = (
-        summarise(read(f"raw/end_to_end_{name}")) for name in ("qwen05b", "qwen05b_second", "dsv2lite_first")
+    """The 0.5B's two traces are of two runs."""
+    code, conversation, larger = (
+        summarise(read(f"raw/end_to_end_{name}")) for name in ("qwen05b", "qwen05b_conversation", "dsv2lite_first")
     )
-    kept = [row for row in older if row["load"] == "conversation saturated"]
-    assert {row["load"] for row in newer} == {"code saturated"}
-    assert read("end_to_end") == [*newer, *kept, *larger]
+    assert {row["load"] for row in code} == {"code saturated"}
+    assert {row["load"] for row in conversation} == {"conversation saturated"}
+    assert read("end_to_end") == [*code, *conversation, *larger]
+
+
+def test_the_conversation_trace_is_told_as_it_came_out() -> None:
+    """Over the replica, with tokens until the last request came, and beside `full_and_piecewise`."""
+    words = " ".join(" ".join(DOC).split())
+    at = {(row["policy"], row["figure"]): row for row in end_to_end("qwen05b")
+          if row["load"] == "conversation saturated"}  # fmt: skip
+
+    def over(figure: str, *, brackets: str = "[]") -> str:
+        row = at["auto", figure]
+        low, high = (f"{row[name]:.2f}" for name in ("ratio_low", "ratio_high"))
+        between = f"{low}, {high}" if brackets == "[]" else f"{low} to {high}"
+        return f"{row['ratio_to_vllm_replica']:.2f} {brackets[0]}{between}{brackets[1]}"
+
+    assert (
+        f"**On the conversation trace `auto` has {over('tokens_per_s')} times the tokens a second, and gaps at p99 "
+        f"{over('gap_p99_us')} times as short.**"
+    ) in words
+    arriving = [at[policy, "tokens_per_s_arriving"] for policy in ("auto", "full_and_piecewise", "vllm")]
+    mine, fixed, replica = (f"{row['value']:,.0f}" for row in arriving)
+    assert (
+        f"{arriving[0]['ratio_to_vllm_replica']:.1f} times as many tokens a second (`tokens_per_s_arriving`: {mine}, "
+        f"`full_and_piecewise` {fixed}, the replica {replica})"
+    ) in words
+    (tokens, other), (gap, longer), *waits = (
+        [at[policy, figure]["value"] for policy in ("auto", "full_and_piecewise")]
+        for figure in ("tokens_per_s", "gap_p99_us", "ttft_p50_us", "ttft_p99_us")
+    )
+    (first, sooner), (last, before) = ([us / 1e3 for us in each] for each in waits)
+    cells = read("raw/end_to_end_qwen05b_conversation")["cells"]
+    steps = [cell["steps"] for name, cell in cells.items() if name.endswith("/auto")]
+    beside = sum(each["split/decodes_beside"] for each in steps) / sum(sum(each.values()) for each in steps)
+    assert (
+        f"but in gaps at p99**, {1 - gap / longer:.1%} shorter: {tokens:,.0f} tokens a second for {other:,.0f}, median "
+        f"gaps as long, and its prompts wait {first:.0f} ms for {sooner:.0f} at p50 and {last:.0f} for {before:.0f} at "
+        f"p99, as decodes run beside them within `first_token_limit`, in {beside:.0%} of its steps."
+    ) in words
+    assert all(cell["served"] == 150 for cell in cells.values())
+    replicas, mine_ = ([cells[f"conversation saturated/{i}/{policy}"] for i in range(3)] for policy in ("vllm", "auto"))
+    slow = [f"{cell['host_us']:.0f}" for cell in replicas]
+    rates = [f"{cell['tokens_per_s']:,.0f}" for cell in replicas]
+    ratios = (
+        mine_[2]["tokens_per_s"] / replicas[2]["tokens_per_s"],
+        replicas[2]["gap_p99_us"] / mine_[2]["gap_p99_us"],
+    )
+    assert (
+        f"(`host_us` {slow[0]} and {slow[1]}, {slow[2]} in the third): its EAGER steps take the longer so, {rates[0]} "
+        f"and {rates[1]} tokens a second and {rates[2]}. **In the third round, with a quick host for both, it is "
+        f"{ratios[0]:.2f} times the tokens a second**, and gaps at p99 {ratios[1]:.2f} times as short."
+    ) in words
+    assert mine_[2]["host_us"] < 400
+    pieces = [cells[f"conversation saturated/{i}/piecewise"] for i in (0, 2)]
+    at_once, quick = (f"{cell['tokens_per_s']:,.0f}" for cell in pieces)
+    assert f"({at_once} tokens a second at {pieces[0]['host_us']:.0f}, {quick} at {pieces[1]['host_us']:.0f})" in words
+    hosts = [cell["host_us"] for cell in cells.values()]
+    assert f"At 8cb4544 it took {min(hosts):.0f} to {max(hosts):.0f}, which" in words
+    told = (
+        f"{over('tokens_per_s', brackets='()')}, gaps at p99 {over('gap_p99_us', brackets='()')}; {ratios[0]:.2f} and "
+        f"{ratios[1]:.2f} in the one round in which the host was quick for both"
+    )
+    assert in_short("throughput, 150 requests of the conversation") == told
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{over('tokens_per_s', brackets='()')} of the conversation trace on a host" in readme
+    before_ = summarise(read("raw/end_to_end_qwen05b_second"))
+    older = {(row["load"], row["figure"]): row for row in before_ if row["policy"] == "auto"}
+    code, talk = (older[f"{trace} saturated", "tokens_per_s"] for trace in ("code", "conversation"))
+    gaps = [older[f"{trace} saturated", "gap_p99_us"]["ratio_to_vllm_replica"] for trace in ("code", "conversation")]
+    assert (
+        f"{code['ratio_to_vllm_replica']:.2f} [{code['ratio_low']:.2f}, {code['ratio_high']:.2f}] times the replica's "
+        f"tokens a second on the code trace, five rounds, and {talk['ratio_to_vllm_replica']:.2f} "
+        f"[{talk['ratio_low']:.2f}, {talk['ratio_high']:.2f}] on the conversation trace, two rounds; gaps at p99 were "
+        f"{gaps[0]:.1f} and {gaps[1]:.1f} times as short"
+    ) in words
+
+
+KERNELS = "raw/kernels_dsv2lite"
+
+
+def of_kernels() -> list[str]:
+    """A row a way of a step: wall, host and device ms, and how many kernels."""
+    lines = []
+    for name, cell in read(KERNELS)["cells"].items():
+        step, _, way = name.rpartition("/")
+        mode, _, size = way.partition(" ")
+        step = step.replace("2048", "2,048 tokens").replace("2040", "2,040 tokens")
+        times = [f"{cell[figure] / 1e3:.1f}" for figure in ("wall_us", "host_us", "device_us")]
+        way = f"{mode.upper()} {int(size):,}" if size else mode.upper()
+        lines.append(f"| {step} | {way} | {' | '.join(times)} | {cell['kernels']:,} |")
+    return lines
+
+
+def test_kernels_are_told_as_they_came_out() -> None:
+    """Families of a prompt's kernels, what the host takes by calibration, and decodes."""
+    words = " ".join(" ".join(DOC).split())
+    cells = read(KERNELS)["cells"]
+    graph, eager = (cells[f"prompt of 2048/{way}"] for way in ("piecewise 2048", "eager"))
+    device = graph["device_us"] / 1e3
+    hosts = [
+        load_profile(RESULTS / "raw" / f"profile_regret_dsv2lite{name}.json").costs.host_eager.base_for(
+            decodes=False, prefills=True
+        )
+        for name in ("_third", "")
+    ]
+    assert (
+        f"takes the device {device:.1f} ms, whatever launches it**, and {graph['wall_us'] / 1e3:.1f} ms of wall in "
+        f"PIECEWISE. Eagerly it takes {eager['wall_us'] / 1e3:.1f}, as the host takes {eager['host_us'] / 1e3:.1f} to "
+        f"launch it. This host was slow: by calibration launching such a step takes {hosts[0] / 1e3:.1f} ms at b0e1207 "
+        f"and {hosts[1] / 1e3:.1f} at 8cb4544."
+    ) in words
+    won = [host / eager["device_us"] - 1 for host in hosts]
+    assert f"{100 * won[0]:.0f} and {won[1]:.0%} of such a step by these" in words
+    norms, experts, copies, products, sorting, attention = (
+        f"{graph['families'][name] / 1e3:.1f}"
+        for name in ("norms, activations and sums", "experts", "copies", "matrix products", "sorting and gathering",
+                     "attention")
+    )  # fmt: skip
+    masked = sum(us for name, us, _ in graph["longest"] if "masked_fill" in name) / 1e3
+    assert (
+        f"Of the {device:.1f} ms norms, activations and sums take {norms}, experts' grouped products {experts}, copies "
+        f"{copies}, other products {products}, sorting and gathering {sorting} and attention {attention}. Of the "
+        f"first, {masked:.1f} are `masked_fill` alone"
+    ) in words
+    one, many = cells["1 decode/full 1"], cells["32 decodes/full 32"]
+    eagerly = [cells[f"{step}/eager"]["wall_us"] / 1e3 for step in ("1 decode", "32 decodes")]
+    fulls = [cell for name, cell in cells.items() if "/full " in name]
+    beyond = [(cell["wall_us"] - cell["device_us"]) / 1e3 for cell in fulls]
+    each = [1e3 * us / cell["kernels"] for us, cell in zip(beyond, fulls, strict=True)]
+    assert (
+        f"one takes {one['wall_us'] / 1e3:.1f} ms in a FULL graph and {eagerly[0]:.1f} eagerly, 32 take "
+        f"{many['wall_us'] / 1e3:.1f} and {eagerly[1]:.1f}. In a FULL graph wall time is {min(beyond):.1f} to "
+        f"{max(beyond):.1f} ms beyond its kernels, {min(each):.1f} to {max(each):.1f} us for each"
+    ) in words
+
+
+def test_what_simulation_has_of_the_larger_model(tmp_path: Path) -> None:
+    """By the profiles of both runs: tokens over the replica's, the whole run's seconds, and what the host bounds."""
+    words = " ".join(" ".join(DOC).split())
+    rate = read("raw/end_to_end_dsv2lite")["rates"]["code saturated"]
+    options = ["--start", "1413.783091", "--window", "10.096262", "--rate", str(rate), "--warm", "--attention", "mla"]
+    assert f"kpolicy simulate azure_llm_2023_code.csv {' '.join(options)} --profile raw" in words
+    found = []
+    for profile in ("profile_regret_dsv2lite_third", "profile_regret_dsv2lite"):
+        out = tmp_path / f"{profile}.json"
+        costs = ["--profile", str(RESULTS / "raw" / f"{profile}.json")]
+        with pytest.raises(SystemExit) as ended:
+            main(["simulate", str(real_file("azure_llm_2023_code.csv")), *options, *costs, "--out", str(out)])
+        assert ended.value.code == 0
+        found.append({each["policy"]: each for each in json.loads(out.read_text())["traces"][0]["policies"]})
+    assert all(each["auto"]["served"] == each["vllm"]["served"] == 100 for each in found)
+    ratios = [each["vllm"]["span_s"] / each["auto"]["span_s"] for each in found]
+    (seconds,) = {f"{each['auto']['span_s']:.1f}" for each in found}
+    run = read("raw/end_to_end_dsv2lite")["cells"]["code saturated/0/auto"]["span_s"]
+    assert (
+        f"served in {seconds} s by `auto`, where the run took {run:.1f}, `auto` has {ratios[0]:.2f} times the "
+        f"replica's tokens a second by the profile of b0e1207 and {ratios[1]:.2f} by that of 8cb4544"
+    ) in words
+    assert not any(each["auto"]["bound"]["host"]["steps"] for each in found)
+    (outside,) = {f"{each['auto']['outside_share']:.0%}" for each in found}
+    assert f"{outside} of them are over longer contexts than the table was timed at" in words
+    shares = [each["vllm"]["bound"]["host"]["us"] / each["vllm"]["step_us"] for each in found]
+    assert f"those that take {100 * shares[0]:.0f} and {shares[1]:.0%} of its time by the host" in words
 
 
 def test_the_larger_models_newer_run_is_told_beside_its_table() -> None:
@@ -95,7 +259,7 @@ def captured() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("made", [served, larger, captured])
+@pytest.mark.parametrize("made", [served, larger, of_kernels, captured])
 def test_tables_are_told_as_their_results_have_them(made: Any) -> None:
     """Every row, one after the other, bad ones too."""
     rows = made()
@@ -181,8 +345,13 @@ def test_the_guide_has_the_same() -> None:
     ratio, low, high = (gap[name] for name in ("ratio_to_vllm_replica", "ratio_low", "ratio_high"))
     assert in_short("the same, gaps at p99") == f"{ratio:.2f} ({low:.2f} to {high:.2f})"
     assert f"its gaps at p99 are {ratio:.2f} [{low:.2f}, {high:.2f}] times as short" in page
-    other = tokens["full_and_piecewise"]["value"]
-    assert in_short("throughput against `full_and_piecewise`") == f"{auto['value'] / other:.3f}"
+    shares = []
+    for load in ("code saturated", "conversation saturated"):
+        mine, other = (row["value"] for row in rows if (row["load"], row["figure"]) == (load, "tokens_per_s")
+                       and row["policy"] in ("auto", "full_and_piecewise"))  # fmt: skip
+        shares.append(f"{mine / other:.3f}")
+    assert in_short("throughput against `full_and_piecewise`") == " and ".join(shares)
+    assert f"({shares[0]} and {shares[1]} of its tokens a second)" in page
 
 
 def test_auto_is_never_below_the_replica() -> None:

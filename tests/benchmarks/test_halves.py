@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu import halves
 from kpolicy.costs import EARLY
 from kpolicy.overlap import Overlap
+from kpolicy.profiles import load_profile
 
 DECODE, PROMPT = "FULL 2t/2r q=1", "PIECEWISE 512t"
 
@@ -90,14 +93,46 @@ NAMES = {
 }  # fmt: skip
 
 
+def raw(name: str) -> Any:
+    """A run's raw file."""
+    return json.loads((ROOT / "benchmarks" / "results" / "h200" / "raw" / f"regret_{name}.json").read_text())
+
+
+def test_the_page_has_what_calibration_found() -> None:
+    """Its pairs beside the middle of the shapes, and how far off cells are by them."""
+    page = (ROOT / "docs" / "measured_gpu.md").read_text(encoding="utf-8")
+    longer = {}
+    for model in ("qwen05b", "dsv2lite", "llama8b"):
+        costs = load_profile(ROOT / f"benchmarks/results/h200/raw/profile_regret_{model}.json").costs
+        mine = [each for each in RESULT["fits"] if each["model"] == model]
+        (usual,) = [each for each in RESULT["one_pair"] if each["model"] == model]
+        off: dict[bool, list[float]] = {True: [], False: []}
+        for each in mine:
+            overlap = costs.overlap_of(each["decodes"])
+            for steps, us in each["cycle_us"].items():
+                told = overlap.device_us(int(steps) * each["in_a_row"] * each["decode_us"], each["prompt_us"])
+                off[each["prompt_tokens"] >= halves.LONG].append(told / us - 1)
+        pairs = [(pair.cost, pair.slowdown) for pair in map(costs.overlap_of, (1, 8, 32))]
+        pairs.append((usual["overlap_cost"], usual["decode_slowdown"]))
+        cells = [NAMES[model], *(f"{cost:.2f} / {slowdown:.2f}" for cost, slowdown in pairs)]
+        cells += [f"{fmean(map(abs, off[kind])):.1%}" for kind in (True, False)]
+        assert "| " + " | ".join(cells) + " |" in page
+        longer[model] = f"{-fmean(off[True]):.1%}"
+    small, mixture, large = longer.values()
+    assert (
+        f"Cells of long prompts are {small} (0.5B), {mixture} (DeepSeek-V2-Lite) and {large} (8B) longer in the mean "
+        "than told so."
+    ) in page
+
+
 def test_the_page_has_the_result() -> None:
     """Each row's ranges, and what the text says of all."""
     page = (ROOT / "docs" / "measured_gpu.md").read_text(encoding="utf-8")
     text = page[page.index("### Halves beside each other") :].partition("\n### ")[0]
     fits = RESULT["fits"]
     for model, name in NAMES.items():
-        for kind, long in (("1,000 tokens and more", True), ("fewer", False)):
-            mine = [each for each in fits if each["model"] == model and (each["prompt_tokens"] >= 1000) is long]
+        for kind, many in (("1,000 tokens and more", True), ("fewer", False)):
+            mine = [each for each in fits if each["model"] == model and (each["prompt_tokens"] >= 1000) is many]
             ranges = [
                 f"{min(each[field] for each in mine):.2f} to {max(each[field] for each in mine):.2f}"
                 for field in ("decode_speed", "prompt_speed", "decode_slowdown", "overlap_cost")
@@ -119,21 +154,28 @@ def test_the_page_has_the_result() -> None:
     assert f"those of shorter ones by {spans[2]}, where that has {spans[3]}, but for" in text
     assert f"Qwen2.5-0.5B: {small[0]:.1%}, where it has {small[1]:.1%}**" in text
     waits = [each["over_at_once"] for each in RESULT["waits"]]
-    assert f"{len(waits)} cells took {min(waits):.3f} to {max(waits):.3f} times as long" in text
+    assert f"took {min(waits):.3f} to {max(waits):.3f} times as long as the same at once in {len(waits)} cells" in text
+    before = [
+        each["over_at_once"] for name in ("qwen05b_fifth", "dsv2lite_third") for each in halves.rows_of(raw(name))[1]
+    ]
+    assert f"it was {min(before):.3f} to {max(before):.3f} in {len(before)} cells (b0e1207)" in text
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    slow = [each["decode_slowdown"] for each in fits if each["prompt_tokens"] >= 1000]
-    alike = [1 / each["one_speed"] for each in fits if each["prompt_tokens"] >= 1000]
+    slow = [each["decode_slowdown"] for each in RESULT["one_pair"]]
+    alike = [
+        median(1 / each["one_speed"] for each in fits if each["model"] == model and each["prompt_tokens"] >= 1000)
+        for model in NAMES
+    ]
     assert f"decode steps took {min(slow):.1f} to {max(slow):.1f} times as long" in " ".join(design.split())
     assert f"where that says {min(alike):.1f} to {max(alike):.1f}" in " ".join(design.split())
 
 
 def test_the_result_is_what_the_cells_say() -> None:
     """One model's raw file again: the same fits and waits."""
-    at = json.loads((ROOT / "benchmarks" / "results" / "h200" / "raw" / "regret_dsv2lite.json").read_text())
+    at = raw("llama8b")
     at["cells"] = {key: cell for key, cell in at["cells"].items() if key.startswith("code x1/")}
     fits, waits = halves.rows_of(at)
     of_code = [
-        [each for each in RESULT[name] if each["model"] == "dsv2lite" and each["shape"].startswith("code x1/")]
+        [each for each in RESULT[name] if each["model"] == "llama8b" and each["shape"].startswith("code x1/")]
         for name in ("fits", "waits")
     ]
     assert [fits, waits] == of_code
@@ -150,6 +192,10 @@ def test_how_many_shapes_the_margin_of_waiting_steps_covers() -> None:
         if each["prompt_tokens"] >= halves.LONG
     ]
     said = " ".join((ROOT / "kpolicy" / "costs.py").read_text(encoding="utf-8").split())
+    waits = [each["over_at_once"] for each in RESULT["waits"]]
+    assert (
+        f"Steps that waited by it took {min(waits):.3f} to {max(waits):.3f} times as long as the same at once" in said
+    )
     assert f"Of {len(times)} shapes with long prompts, of four models" in said
     late = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"][sum(each > EARLY for each in times)]
     assert f"by more than {EARLY} times their model's median in {late}, by up to {max(times):.2f} times" in said
