@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from benchmarks.gpu import overhead, soak
@@ -344,6 +345,40 @@ def test_decode_graphs_are_told_over_what_the_tables_have() -> None:
         f"took {small:.1f}% longer than expected in the median on Qwen2.5-0.5B and {large:.1f}% on Llama-3.1-8B, and "
         f"{-mixture:.1f}% less on DeepSeek-V2-Lite. In the runs before it was {before[0]:.1f}, {before[1]:.1f} and "
         f"{before[2]:.1f}%"
+    ) in words
+
+
+def test_the_longest_row_is_told_to_decide() -> None:
+    """Of the 8B's cells of decodes: how long many uneven rows take, and what the longest program's rest explains."""
+    shapes = json.loads((RESULTS / "raw" / "regret_shapes.json").read_text())["llama8b"]
+    found: list[tuple[list[int], float, float]] = []
+    for name, shape in raw("llama8b")["cells"].items():
+        load, _, number = name.rpartition("/")
+        rows = shapes[load]["shapes"][int(number)]["decodes"]
+        for way, cell in shape["cells"].items():
+            if way.startswith("full ") and not shape["tokens"][1] and len(cell["us"]) > 5:
+                found.append((rows, statistics.median(cell["us"]), cell["expected"][0]))
+    many = [us / expected - 1 for rows, us, expected in found if len(rows) >= 32]
+    uneven = [max(rows) / statistics.fmean(rows) for rows, *_ in found if len(rows) >= 32]
+    # 132 processors of four programs, eight groups of heads, of a row 32 programs at most.
+    slots, groups, most = 4 * 132, 8, 32
+    beyond = [max(0.0, -(-max(rows) // max(1, min(most, slots // (len(rows) * groups)))) - sum(rows) * groups / slots)
+              for rows, *_ in found]  # fmt: skip
+    over = [us - expected for _, us, expected in found]
+    per_row = [len(rows) for rows, *_ in found]
+    terms = numpy.column_stack([numpy.ones(len(found)), per_row, beyond])
+    fitted = numpy.linalg.lstsq(terms, numpy.array(over), rcond=None)[0]
+    left = statistics.pstdev(numpy.array(over) - terms @ fitted)
+    words, before = " ".join("\n".join(DOC).split()), statistics.pstdev(over)
+    least, longest, mean = (f"{100 * figure(many):.0f}" for figure in (min, max, statistics.fmean))
+    assert (
+        f"Of the 8B's {len(found)} cells of decodes {len(many)} have 32 rows and more: they take {least} to {longest}% "
+        f"longer than expected, {mean}% in the mean. Their longest row is {min(uneven):.1f} to {max(uneven):.1f} times "
+        "the mean one"
+    ) in words
+    assert (
+        f"the standard deviation of what all {len(found)} take beyond the table goes from {before:.0f} to {left:.0f} "
+        f"us by it and the number of rows, {fitted[2]:.2f} us a token over the 32 layers"
     ) in words
 
 
