@@ -28,6 +28,14 @@ def check_probe(log: Log[StepEntry], profile: Profile, name: Path) -> None:
             f"{name} has the host's speed by the fixed work {theirs!r}, and the profile's costs by {ours!r}; times of "
             "one say nothing of the other's. Give the profile that the run had."
         )
+    ours, theirs = profile.costs.inside_probe, log.header.inside_probe
+    inside = profile.costs.host_work_inside_us and any(entry.host_work_inside_us for entry in log.entries)
+    if ours != theirs and inside:
+        raise ProfileError(
+            f"{name} has the host's speed inside steps by the work {theirs!r}, and the profile's costs by {ours!r}, "
+            "which another version of kpolicy noted; neither tells the other. Give the profile that the run had, or "
+            "calibrate and run anew."
+        )
 
 
 @attrs.frozen(kw_only=True)

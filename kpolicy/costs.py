@@ -24,7 +24,7 @@ import attrs
 from kpolicy.budgets import Usage
 from kpolicy.decision import Launch
 from kpolicy.errors import ProfileError, check_kind
-from kpolicy.host_speed import INTERPRETER, launching_takes
+from kpolicy.host_speed import INSIDE, INTERPRETER, ONCE, launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
@@ -299,6 +299,7 @@ class CostTable:
         host_probe: which fixed work that was; times of another say nothing here.
         host_work_inside_us: likewise the time of the work that a `SpeedTimer` runs inside steps, at the same speed; 0
             where none did. It is what the host's times hold at then, and says more of long steps.
+        inside_probe: which work that was, likewise.
         effects: what launches take more or less by what ran before them and by what their rows are. Simulations read it
             (`kpolicy.simulate.step_costs`); of it `cost`, decisions and the simulated executor read what one decode row
             and what many take beside a prompt (`overlap_of`).
@@ -334,6 +335,7 @@ class CostTable:
     host_work_us: float = 0.0
     host_probe: str = INTERPRETER
     host_work_inside_us: float = 0.0
+    inside_probe: str = ONCE
     effects: StepEffects = attrs.field(default=StepEffects())
     kv_span: KvSpan | None = None
     ties: Ties | None = None
@@ -400,6 +402,11 @@ class CostTable:
             host_piecewise=self.host_piecewise.times(times), host_eager=self.host_eager.times(times),
             effects=self.effects.at_host_speed(times),
         )  # fmt: skip
+
+    @property
+    def notes_inside(self) -> bool:
+        """Whether what a `SpeedTimer` of today notes inside steps can be held to this table."""
+        return self.host_work_inside_us > 0 and self.inside_probe == INSIDE
 
     def host_work_of(self, inside_us: float | None) -> float | None:
         """`host_work_us` on a host where the work inside steps takes so long; None where one of them wasn't noted."""

@@ -25,7 +25,7 @@ from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
 from kpolicy.decision import Decision
 from kpolicy.errors import ConfigError, SchemaError, check_kind
-from kpolicy.host_speed import INTERPRETER
+from kpolicy.host_speed import INTERPRETER, ONCE
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Rows
@@ -181,6 +181,7 @@ class LogHeader:
         costs_version: the cost table of the decisions.
         settings: the deployment's limits.
         host_probe: which of `kpolicy.host_speed`'s fixed work was timed beside the steps.
+        inside_probe: likewise inside them.
         extra: header fields of a newer minor version.
     """
 
@@ -193,6 +194,7 @@ class LogHeader:
     costs_version: str = ""
     settings: Settings | None = None
     host_probe: str = INTERPRETER
+    inside_probe: str = ONCE
     extra: Mapping[str, Any] = _free()
 
 

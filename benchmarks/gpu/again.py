@@ -337,12 +337,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = open_again(arguments, opened)
         paths = files_of("--out", arguments.out, list(runs), "again.jsonl")
         logs = {
-            policy: opened.enter_context(StepLogWriter(path, attrs.evolve(again.log.header, command=command)))
+            policy: opened.enter_context(
+                StepLogWriter(
+                    path, attrs.evolve(again.log.header, command=command, inside_probe=again.engine.costs.inside_probe)
+                )
+            )
             for (policy, again), path in zip(runs.items(), paths, strict=True)
             if path is not None
         }
         opened.enter_context(frozen_heap())
-        if any(again.notes_speed and again.engine.costs.host_work_inside_us for again in runs.values()):
+        if any(again.notes_speed and again.engine.costs.notes_inside for again in runs.values()):
             opened.enter_context(SpeedTimer())
         kinds = (True, False) if turns else (True,)
         longest = dict.fromkeys(((policy, quick) for policy in runs for quick in kinds), 0.0)

@@ -17,7 +17,7 @@ from kpolicy.cli.options import COMMAND
 from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
-from kpolicy.host_speed import INTERPRETER, SpeedTimer, host_work_us, work_inside_us
+from kpolicy.host_speed import INSIDE, INTERPRETER, ONCE, SpeedTimer, host_work_us, work_inside_us
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.shapes import BatchShape
 
@@ -104,14 +104,15 @@ class StepLog:
         self._noted: list[_Noted] = []
         # Times of other work couldn't be held to the costs.
         self._notes_speed = engine.costs.host_work_us > 0 and engine.costs.host_probe == INTERPRETER
+        # A simulated step has nothing inside.
+        self._notes_inside = self._notes_speed and engine.costs.notes_inside and bool(self._runs_on.model)
 
     def __enter__(self) -> OnStep | None:
         if self._path is None and self._perfetto is None:
             return None
         header = self._header()
         with ExitStack() as opened:
-            # A simulated step has nothing inside.
-            if self._notes_speed and self._engine.costs.host_work_inside_us and self._runs_on.model:
+            if self._notes_inside:
                 opened.enter_context(SpeedTimer())
             if self._path is not None:
                 from kpolicy.schemas import StepLogWriter
@@ -136,7 +137,7 @@ class StepLog:
             versions={"kpolicy": __version__, **where.versions},
             costs_version=self._engine.costs.version, settings=self._engine.settings,
             started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=shlex.join(["kpolicy", *COMMAND.get()]),
+            command=shlex.join(["kpolicy", *COMMAND.get()]), inside_probe=INSIDE if self._notes_inside else ONCE,
         )  # fmt: skip
 
     def _note(self, step: int, inputs: StepInputs, outputs: StepOutputs, batcher: Batcher, start_us: float) -> None:

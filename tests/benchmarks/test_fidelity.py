@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks.fidelity_again import cells_again, check_probe, measured_again
 from benchmarks.fidelity_served import host_speeds, latencies, outside, replayed
 from kpolicy.costs import CostTable, HostCost, analytic_costs
 from kpolicy.errors import ConfigError, ProfileError
+from kpolicy.host_speed import INSIDE, ONCE
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.schemas import (
     LogHeader,
@@ -206,6 +208,22 @@ def test_a_log_by_other_fixed_work_is_refused(tmp_path: Path) -> None:
                 check_probe(read_step_log(path), profile, path)
         else:
             check_probe(read_step_log(path), profile, path)
+
+
+def test_a_log_whose_notes_inside_steps_are_of_other_work_is_refused(tmp_path: Path) -> None:
+    """An older version's notes take longer on the same host; where either has none inside, nothing hangs on it."""
+    entries, _ = run(speeds=HostSpeeds([(0.0, 20.0)]))
+    path = tmp_path / "s.jsonl"
+    for profiles, logs, noted, refused in (
+        (INSIDE, ONCE, 10.0, True), (ONCE, INSIDE, 10.0, True), (INSIDE, INSIDE, 10.0, False),
+        (ONCE, ONCE, 10.0, False), (INSIDE, ONCE, None, False),
+    ):  # fmt: skip
+        costs = attrs.evolve(analytic_costs(), host_work_us=20.0, host_work_inside_us=9.0, inside_probe=profiles)
+        with StepLogWriter(path, LogHeader(policy="auto", inside_probe=logs)) as writer:
+            for each in entries:
+                writer.write(attrs.evolve(each, host_work_us=20.0, host_work_inside_us=noted))
+        with pytest.raises(ProfileError, match="calibrate and run anew") if refused else nullcontext():
+            check_probe(read_step_log(path), Profile(costs=costs, device="d", model="m"), path)
 
 
 def test_steps_that_ran_again_stand_beside_the_runs(

@@ -11,6 +11,7 @@ import kpolicy.middle_profile
 from benchmarks import middle_profile
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, Ties, analytic_costs
 from kpolicy.errors import ProfileError
+from kpolicy.host_speed import INSIDE
 from kpolicy.kv_span import KvSpan
 from kpolicy.schemas import Profile, read_profile, write_profile
 from kpolicy.step_effects import StepEffects
@@ -215,6 +216,9 @@ def test_profiles_that_do_not_compare_are_refused(tmp_path: Path, capsys: pytest
             tmp_path / "9.json", table(host_work_inside_us=9.0)
         ),
         "host_probe is 'interpreter', 'copies'": written(tmp_path / "7.json", table(host_probe="copies")),
+        "inside_probe is 'interpreter, once', 'interpreter, least of three'": written(
+            tmp_path / "11.json", table(inside_probe=INSIDE)
+        ),
         "curves of eager have no size in common: 1 to 16384; 20000 to 20000": written(
             tmp_path / "8.json", table(eager=Curve([20_000], [1e4]))
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 import attrs
 import pytest
 
-from kpolicy.cli.step_log import AT_ONCE, StepLog
+from kpolicy.cli.step_log import AT_ONCE, RunsOn, StepLog
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.decision import Decision, Launch
 from kpolicy.engine import Engine
 from kpolicy.executors.base import StepOutputs
-from kpolicy.host_speed import INTERPRETER
+from kpolicy.host_speed import INSIDE, INTERPRETER, ONCE
 from kpolicy.modes import Mode, Rows
 from kpolicy.reasons import Reason
 from kpolicy.scheduling.batching import Batcher
@@ -110,3 +111,24 @@ def test_the_hosts_speed_is_noted_by_the_work_that_the_costs_rest_on(
     assert log.header.host_probe == INTERPRETER
     assert (log.entries[0].host_work_us is not None) is noted
     assert log.entries[0].start_us == 4.0
+
+
+@pytest.mark.parametrize(
+    ("inside", "model", "noted"),
+    [
+        pytest.param((9.0, INSIDE), "a model", True, id="as its table"),
+        pytest.param((9.0, ONCE), "a model", False, id="by a table of an older version"),
+        pytest.param((0.0, INSIDE), "a model", False, id="by a table without"),
+        pytest.param((9.0, INSIDE), "", False, id="simulated"),
+    ],
+)
+def test_the_speed_inside_steps_is_noted_where_the_costs_rest_on_it(
+    tmp_path: Path, inside: tuple[float, str], model: str, noted: bool
+) -> None:
+    """And the log says what was noted."""
+    inside_us, probe = inside
+    costs = attrs.evolve(analytic_costs(), host_work_us=20.0, host_work_inside_us=inside_us, inside_probe=probe)
+    path = tmp_path / "s.jsonl"
+    with StepLog(path, "auto", Engine(costs=costs), runs_on=RunsOn(device="d", model=model)):
+        assert bool(signal.getitimer(signal.ITIMER_REAL)[0]) is noted
+    assert read_step_log(path).header.inside_probe == (INSIDE if noted else ONCE)

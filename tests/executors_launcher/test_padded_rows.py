@@ -12,19 +12,29 @@ from kpolicy.keys import GraphKey
 from kpolicy.ladders import decode_sizes, default_sizes
 from kpolicy.modes import Part
 
-EXPERTS = Curve([1, 5, 8, 9, 16, 17, 32, 64], [600.0, 1000.0, 1200.0, 1230.0, 1440.0, 1450.0, 1600.0, 1650.0])
-"""What dense work takes where each row may choose other experts"""
+NUMBER, CHOSEN, READ_US, ROW_US = 64, 6, 20.0, 3.0
+"""Of experts, and how many a row chooses; what one that is read takes, and a row besides"""
 ATTENTION = AttentionCost(base_us=10.0, row_us=1.0, unit_us=0.001)
 KV = 1000
 
 
+def dense_us(rows: float, padding: float = 0.0) -> float:
+    """Of rows that choose other experts each, as many as chance has it, and of rows that all choose the same few."""
+    read = NUMBER * (1 - (1 - CHOSEN / NUMBER) ** (rows + (padding > 0)))
+    return 500.0 + READ_US * read + ROW_US * (rows + padding)
+
+
+def curve(sizes: tuple[int, ...]) -> Curve:
+    return Curve(sizes, [dense_us(size) for size in sizes])
+
+
 class HalfEmpty:
-    """A bench whose graphs take what their rows take, and of what further rows would a share for padding."""
+    """A bench whose graphs take what their rows' experts take, and those of a row of padding."""
 
     dense_kv = KV
 
-    def __init__(self, share: float, *, host_runs: bool = False) -> None:
-        self.share, self.host_runs = share, host_runs
+    def __init__(self, *, mixture: bool = True, host_runs: bool = False) -> None:
+        self.mixture, self.host_runs = mixture, host_runs
         self.cases: list[tuple[int, int]] = []
 
     def rows(self, count: int, kv: int) -> Any:
@@ -42,41 +52,50 @@ class HalfEmpty:
     def sides_us(self, case: int, step_us: float) -> tuple[float, float]:
         del step_us
         size, rows = self.cases[case]
-        dense = EXPERTS.at(rows + 1) + self.share * (EXPERTS.at(size) - EXPERTS.at(rows + 1))
+        dense = dense_us(rows, size - rows) if self.mixture else dense_us(size)
         return dense + ATTENTION.base_us + ATTENTION.row_us * rows + ATTENTION.unit_us * rows * KV, 0.0
 
 
-def padded(sizes: tuple[int, ...], share: float, **how: Any) -> tuple[HalfEmpty, PaddedRows]:
-    bench: Any = HalfEmpty(share, **how)
+def padded(sizes: tuple[int, ...], **how: bool) -> tuple[HalfEmpty, PaddedRows]:
+    bench: Any = HalfEmpty(**how)
     return bench, PaddedRows(bench, [GraphKey(Part.FULL, size, size, 1) for size in sizes])
 
 
-@pytest.mark.parametrize(
-    ("sizes", "timed"),
-    [
-        pytest.param(decode_sizes(256), [(8, 5), (16, 9), (32, 17)], id="the default list, of every few rows"),
-        pytest.param(default_sizes(256), [(8, 5), (16, 9), (32, 17)], id="of pieces"),
-        pytest.param((1, 2, 4, *range(8, 257, 24)), [(8, 5), (32, 17)], id="none from 16 to 31"),
-        pytest.param((1, 64), [(64, 33)], id="one large"),
-        pytest.param((1, 2, 4), [], id="none"),
-    ],
-)
-def test_small_graphs_are_timed_half_empty(sizes: tuple[int, ...], timed: list[tuple[int, int]]) -> None:
-    """As few rows as a sparse list brings there, however close to each other this one's graphs are."""
-    assert padded(sizes, 0.2)[0].cases == timed
+VLLM = (1, 2, 4, *range(8, 257, 8))
+LADDERS = [
+    pytest.param(decode_sizes(256), [(8, 5), (16, 9), (32, 17)], id="the default list, of every few rows"),
+    pytest.param(default_sizes(256), [(8, 5), (16, 9), (32, 17)], id="of pieces"),
+    pytest.param(VLLM, [(8, 5), (16, 9), (32, 17)], id="vLLM's"),
+    pytest.param((1, 2, 4, 8, 32, 56, 80), [(8, 5), (32, 9), (56, 29)], id="none from 9 to 31"),
+    pytest.param((1, 2, 4, 64, 256), [(64, 5)], id="a gap above 4"),
+    pytest.param((1, 8, 64, 128), [(8, 2), (64, 9)], id="few"),
+    pytest.param((1, 64), [(64, 2)], id="one large"),
+    pytest.param((1, 4, 7), [(4, 2), (7, 4)], id="small batches"),
+    pytest.param((1, 2, 3), [], id="nothing to leave empty"),
+]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.7])
-@pytest.mark.parametrize("sizes", [decode_sizes(256), default_sizes(256)])
-def test_what_padding_takes_is_told(sizes: tuple[int, ...], share: float) -> None:
-    _, found = padded(sizes, share)
-    assert found.share(EXPERTS, ATTENTION, 0.0) == pytest.approx(share)
+@pytest.mark.parametrize(("sizes", "timed"), LADDERS)
+def test_small_graphs_are_timed_with_few_rows(sizes: tuple[int, ...], timed: list[tuple[int, int]]) -> None:
+    """As few as a sparse list brings there, however close to each other this one's graphs are."""
+    assert padded(sizes)[0].cases == timed
+
+
+@pytest.mark.parametrize(("sizes", "timed"), [each for each in LADDERS if each.values[1]])
+def test_graphs_that_are_padded_come_out_as_they_are(sizes: tuple[int, ...], timed: list[tuple[int, int]]) -> None:
+    """What few rows take in each of these graphs by the share and the ladder's own curve is what they take."""
+    full = curve(sizes)
+    share = padded(sizes)[1].share(full, ATTENTION, 0.0)
+    assert 0 < share < 0.4
+    for size, rows in timed:
+        found = full.at(rows + 1) + share * (full.at(size) - full.at(rows + 1))
+        assert found == pytest.approx(dense_us(rows, size - rows), rel=0.1), (size, rows)
 
 
 def test_padding_that_saves_nothing_takes_as_much_as_rows() -> None:
-    for share in (1.0, 0.97):
-        assert padded(decode_sizes(256), share)[1].share(EXPERTS, ATTENTION, 0.0) == 1.0
-    bench, found = padded(decode_sizes(256), 0.2, host_runs=True)
+    sizes = decode_sizes(256)
+    assert padded(sizes, mixture=False)[1].share(curve(sizes), ATTENTION, 0.0) == 1.0
+    bench, found = padded(sizes, host_runs=True)
     assert not bench.cases, "a host that runs the work itself isn't asked"
-    assert found.share(EXPERTS, ATTENTION, 0.0) == 1.0
-    assert padded((8,), 0.2)[1].share(None, ATTENTION, 0.0) == 1.0
+    assert found.share(curve(sizes), ATTENTION, 0.0) == 1.0
+    assert padded((1, 8))[1].share(None, ATTENTION, 0.0) == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from kpolicy.costs import AttentionCost, Curve
@@ -13,18 +14,20 @@ from kpolicy.modes import Rows
 __all__ = ["PaddedRows"]
 
 _LEAST = (8, 16, 32)
-"""Of each, the smallest graph of so many tokens and more is timed, half empty"""
+"""Of each, the smallest graph of so many tokens and more is timed first"""
+_CASES = 3
+"""Graphs that are timed"""
 _TOLD = 0.02
 """Of the full graphs' time: what padding saves less than that is what repeats differ by"""
 
 
 class PaddedRows:
-    """Graphs timed with one decode row more than half of what they hold.
+    """Small graphs timed with half as many decode rows and one more, or with the fewest that come to them.
 
     In a mixture of experts all rows of padding choose the same few experts, and leave the weights of others unread.
-    Where rows choose many experts each, larger graphs read them all anyway, so the smaller ones tell. One ladder has
-    graphs of every few rows there, another of 8, 16 and 24 alone, which five, nine and 17 rows come to: half of a graph
-    is what either may leave empty.
+    The fewer rows there are, the more experts they leave, so small graphs tell. One ladder has a graph for every few
+    rows there, and a serving engine's list 8, 16 and 24, which five, nine and 17 rows come to: so many are timed in
+    either. Where the next smaller graph is below half, its rows and one more are.
 
     Args:
         bench: times the steps; nothing is timed where the host itself runs what it launches.
@@ -37,9 +40,15 @@ class PaddedRows:
         if bench.host_runs:
             return
         by_size = {key.num_tokens: key for key in keys}
-        chosen = (min((size for size in by_size if size >= least), default=None) for least in _LEAST)
-        for size in sorted({size for size in chosen if size is not None}):
-            launches, rows = [Launch(Rows.ALL, by_size[size])], size // 2 + 1
+        sizes = sorted(by_size)
+        fewest = {size: min(size // 2, smaller) + 1 for smaller, size in itertools.pairwise(sizes)}
+        # One row of padding is what padding counts as anyway.
+        padded = [size for size, rows in fewest.items() if size > rows + 1]
+        first = [next((size for size in padded if size >= least), 0) for least in _LEAST]
+        few = [size for size in padded if fewest[size] <= _LEAST[-1]]
+        chosen = dict.fromkeys(size for size in (*first, *few) if size)
+        for size in sorted(list(chosen)[:_CASES]):
+            launches, rows = [Launch(Rows.ALL, by_size[size])], fewest[size]
             self._cases.append((bench.add(launches, bench.rows(rows, bench.dense_kv), wave=Wave.LATER), size, rows))
 
     def share(self, curve: Curve | None, attention: AttentionCost, step_us: float) -> float:

@@ -42,6 +42,7 @@ from kpolicy.executors.calibrate.padding import PaddedRows
 from kpolicy.executors.calibrate.rest import by_size
 from kpolicy.executors.calibrate.ties import Point, between, settled
 from kpolicy.heap import frozen_heap
+from kpolicy.host_speed import INSIDE
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows, SplitForm
@@ -314,6 +315,7 @@ class Calibration:
             decode_slowdown=slowdown,
             host_work_us=bench.host_work_us,
             host_work_inside_us=bench.host_work_inside_us,
+            inside_probe=INSIDE,
             effects=StepEffects(
                 warm_host_share=(self._host_piecewise.again(step_us), self._host_eager.again(step_us)),
                 eager_new_us=self._host_eager.new_us(),
