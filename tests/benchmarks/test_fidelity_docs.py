@@ -714,7 +714,8 @@ def test_figures_of_the_sixteenth_in_the_text() -> None:
     assert f"{told} mean of a policy's turn" in page
     before = ("dsv2lite-thirteenth", "dsv2lite-fourteenth", "dsv2lite-fifteenth", "h100-dsv2lite", name)
     *shares, now = (read_profile(path_of(each, "-profile")).costs.effects.padding_share[0] for each in before)
-    assert f"In the three runs before and the H100's that was {min(shares):.2f} to {max(shares):.2f} of FULL's further rows; here it is {now:g}" in page
+    told = f"that was {min(shares):.2f} to {max(shares):.2f} of FULL's further rows; here it is {now:g}"
+    assert f"In the three runs before and the H100's {told}" in page
     steps, saturated = (rows["full", regime]["error"] for regime in ("middle", "saturated"))
     assert f"off for {steps * 100:.1f} and {saturated:.1%} (looking back" in page
 

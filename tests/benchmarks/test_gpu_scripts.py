@@ -652,8 +652,8 @@ def test_gpt2(tmp_path: Path) -> None:
         assert all(way["likeliest_tokens_equal"] == 128 for way in cell["ways"].values())
 
 
-def test_kernels_of_a_step_in_each_way(tmp_path: Path) -> None:
-    """Every way of a step has its times; families add up to what all kernels take, which is listed by name."""
+def test_kernels_of_a_step_in_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every way of a step has its times and families, once; what wasn't reached is told."""
     out, config = tmp_path / "out.json", tmp_path / "config.json"
     config.write_text(json.dumps(QWEN))
     assert kernels.main(["--config", str(config), "--device", "cpu", "--tiny", "--out", str(out)]) == 0
@@ -662,10 +662,20 @@ def test_kernels_of_a_step_in_each_way(tmp_path: Path) -> None:
         "1 decode/full 1", "1 decode/full 4", "1 decode/full 24", "1 decode/piecewise 24", "1 decode/eager",
     ]  # fmt: skip
     for cell in cells.values():
-        assert sum(cell["families"].values()) == pytest.approx(cell["device_us"], abs=1)
-        assert cell["wall_us"] >= cell["host_us"] > 0
         assert cell["families"]["matrix products"] > 0
-        assert sum(us for _, us, _ in cell["longest"]) <= cell["device_us"] + 1
+        assert {kernels.family_of(name) for name, *_ in cell["longest"]} <= cell["families"].keys()
+    # A second call goes on: what is there isn't measured again.
+    del cells["1 decode/eager"]
+    out.write_text(json.dumps({**json.loads(out.read_text()), "cells": cells}))
+    assert kernels.main(["--config", str(config), "--device", "cpu", "--tiny", "--out", str(out)]) == 0
+    again = json.loads(out.read_text())["cells"]
+    assert again.pop("1 decode/eager")["kernels"] > 0
+    assert again == cells
+    cells.pop("1 decode/full 1")
+    out.write_text(json.dumps({**json.loads(out.read_text()), "cells": cells}))
+    capsys.readouterr()
+    kernels.main(["--config", str(config), "--device", "cpu", "--tiny", "--out", str(out), "--seconds", "0"])
+    assert "2 ways weren't measured for want of time" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -676,7 +686,12 @@ def test_kernels_of_a_step_in_each_way(tmp_path: Path) -> None:
         ("void pytorch_flash::flash_fwd_splitkv_kernel<...>", "attention"),
         ("void at::native::index_elementwise_kernel<128, 4>", "sorting and gathering"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("void at::native::reduce_kernel<512, 1>", "norms, activations and sums"),
+        ("void at::native::reduce_kernel<512, 1>", "elementwise and reductions"),
+        ("_decode", "attention"), ("_combine", "attention"), ("_write", "attention"),
+        ("gemvx::kernel<int, int, __nv_bfloat16>", "matrix products"),
+        ("void at::native::vectorized_gather_kernel<16, long>", "sorting and gathering"),
+        ("void flashinfer::norm::RMSNormKernel<8u>", "elementwise and reductions"),
+        ("void at::elementwise_kernel<128, 4, masked_fill_kernel(IndexToOffset)>", "elementwise and reductions"),
         ("something_new", "other"),
     ],
 )  # fmt: skip
