@@ -4,11 +4,14 @@ A graph is of a model's attention calls alone, one after the other over KV of th
 replayed over the rows. Graphs take turns round by round. Ratios are to the smallest graph that the rows fit in, 1 where
 padding is free. Whether all graphs give the same bits is looked at first.
 
+Rows are of nearly equal length, or uneven (cells named so): drawn with a fixed seed from a lognormal distribution whose
+longest row is 2.3 to 3.0 times the mean with 8 to 84 rows, about as in batches of the conversation trace.
+
 With ``--before`` kernels of an earlier version, from a folder that has its ``kpolicy/serving/gpu``, take turns with
 them; `after` is today's time over theirs, in the same graph. ``--beside`` does so with kernels to choose among, any
 number of them: `over_now` is their time over today's.
 
-Run: ``python -m benchmarks.gpu.padded --out FILE [--before FOLDER] [--beside NAME=FOLDER ...]``
+Run: ``python -m benchmarks.gpu.padded --out FILE [--before FOLDER] [--beside NAME=FOLDER ...] [--rows uneven]``
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
+import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -50,6 +54,43 @@ MODELS = {
 }  # fmt: skip
 CELLS, GRAPHS = ((8, 1000), (16, 1000), (8, 4000), (16, 4000), (160, 1000)), (8, 16, 32, 80, 160)
 """(rows, KV tokens of each), and rows of graphs"""
+UNEVEN = ((32, 1300), (84, 1300), (8, 4000), (16, 4000))
+"""(rows, KV tokens in the mean), each in graphs of its own rows too"""
+SPREAD = 0.6
+"""Of uneven lengths' logarithms. Longest over mean is 1.8, 2.9 and 3.7 in 8, 32 and 128 rows of the conversation trace,
+in the mean over batches, and 2.1, 3.0 and 4.0 with this"""
+
+
+def even_lengths(count: int, kv: int) -> list[int]:
+    """About the mean, as requests have them that are alike."""
+    import torch
+
+    return [int(each) for each in torch.linspace(0.9 * kv, kv, count).int()]
+
+
+def uneven_lengths(count: int, kv: int) -> list[int]:
+    """As requests of a real trace have them, of this mean but for rounding."""
+    drawn = random.Random(2)
+    lengths = [drawn.lognormvariate(0.0, SPREAD) for _ in range(count)]
+    return [max(1, round(each * kv * count / sum(lengths))) for each in lengths]
+
+
+def lengths_of(
+    even: Sequence[tuple[int, int]], uneven: Sequence[tuple[int, int]], graphs: Sequence[int]
+) -> dict[str, tuple[list[int], list[int]]]:
+    """(KV tokens of each row, rows of graphs that they fit in) of each cell of a model, by name."""
+    return {
+        **{f"{n} x {kv}": (even_lengths(n, kv), [size for size in graphs if size >= n]) for n, kv in even},
+        **{
+            f"{n} x {kv} uneven": (uneven_lengths(n, kv), sorted({n, *(size for size in graphs if size > n)}))
+            for n, kv in uneven
+        },
+    }
+
+
+def pages_of(lengths: Sequence[int]) -> list[int]:
+    """That each row's KV takes."""
+    return [-(-each // PAGE) for each in lengths]
 
 
 def kernels_of(folder: Path | None) -> dict[str, ModuleType]:
@@ -84,13 +125,12 @@ def calls_of(kernels: dict[str, ModuleType], heads: Heads, rows: Any, query: Any
 
     attend = kernels["latent"].latent_attention if heads.rope else kernels["paged"].paged_attention
     counted = "arrivals" in inspect.signature(attend).parameters
+    splits = kernels.get("splits") or importlib.import_module("kpolicy.serving.gpu.splits")
 
     def run() -> Any:
         more: tuple[Any, ...] = ()
         if counted:
-            from kpolicy.serving.gpu.splits import new_arrivals
-
-            more = (new_arrivals(query.device),)
+            more = (splits.new_arrivals(query.device),)
         for layer in caches:
             if heads.rope:
                 parts = query.split((heads.dim, heads.rope), -1)
@@ -169,25 +209,24 @@ def made_caches(heads: Heads, tokens: int, device: Any, dtype: Any) -> list[tupl
 
 
 def measure(
-    versions: dict[str, Any], heads: Heads, caches: Any, count: int, kv: int, graphs: tuple[int, ...], rounds: int
+    versions: dict[str, Any], heads: Heads, caches: Any, lengths: Sequence[int], graphs: Sequence[int], rounds: int
 ) -> dict[str, Any]:
-    """One cell: the same rows in every graph that they fit in."""
+    """One cell: rows of these lengths in every graph."""
     import torch
 
     from kpolicy.serving.rows import RowTensors
 
-    like = caches[0][0]
+    like, count, needed = caches[0][0], len(lengths), pages_of(lengths)
     whole: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
-    each = -(-kv // PAGE)
     generator = torch.Generator().manual_seed(0)
-    own = torch.randperm(count * each, generator=generator).view(count, each).to(**whole)
-    # Lengths about the mean, as requests have them.
-    kv_lens = torch.linspace(0.9 * kv, kv, count).to(**whole)
+    own = torch.randperm(sum(needed), generator=generator).to(**whole).split(needed)
+    kv_lens = torch.tensor(lengths, **whole)
     queries = torch.randn(max(graphs), heads.heads, heads.dim + heads.rope, generator=generator).to(like)
     made: dict[tuple[str, int], Graph] = {}
-    for size in (size for size in graphs if size >= count):
-        table = torch.zeros(size, MAX_MODEL_LEN // PAGE, **whole)
-        table[:count, :each] = own
+    for size in graphs:
+        table = torch.zeros(size, max(MAX_MODEL_LEN // PAGE, *needed), **whole)
+        for row, pages in enumerate(own):
+            table[row, : len(pages)] = pages
         for name, kernels in versions.items():
             rows = RowTensors(table, torch.zeros(size, **whole), torch.arange(size + 1, **whole), PAGE)
             rows.kv_lens[:count] = kv_lens
@@ -249,11 +288,11 @@ def table_of(cells: dict[str, Any]) -> list[str]:
         for name, each in versions_of(found).items():
             padding = {size: f" ({ratio[0]:.2f})" for size, ratio in each["padding"].items()}
             us = [f"{size}: {us:.1f}{padding.get(size, '')}" for size, us in each["layer_us"].items()]
-            lines.append(f"{cell:24} {name:6} {'   '.join(us)}")
+            lines.append(f"{cell:26} {name:6} {'   '.join(us)}")
             ratios.append((f"{name} over now", each.get("over_now", {})))
         for label, by_size in ratios:
             after = [f"{size}: {ratio[0]:.2f}" for size, ratio in by_size.items()]
-            lines += [f"{'':24} {label:6} {'   '.join(after)}"] if after else []
+            lines += [f"{'':26} {label:6} {'   '.join(after)}"] if after else []
     return lines
 
 
@@ -276,6 +315,9 @@ def main(argv: list[str] | None = None) -> int:
         help="folders with other kpolicy/serving/gpu, each under a name of its own",
     )  # fmt: skip
     parser.add_argument("--models", nargs="*", choices=MODELS, default=["1B", "0.5B"])
+    parser.add_argument(
+        "--rows", nargs="*", choices=("even", "uneven"), default=["even", "uneven"], help="cells of these rows alone"
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tiny", action="store_true", help="two layers, few rows, plain kernels: a dry run")
     parser.add_argument("--date", default="unstated")
@@ -292,19 +334,22 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--beside: two folders have one name")
     versions = {name: None if options.tiny else kernels_of(folder) for name, folder in folders.items()}
     models = {"toy": Heads(2, 4, 2, 16)} if options.tiny else {name: MODELS[name] for name in options.models}
-    cells, graphs = (((2, 40),), (2, 4)) if options.tiny else (CELLS, GRAPHS)
+    even, uneven, graphs = (((2, 40),), ((3, 40),), (2, 4)) if options.tiny else (CELLS, UNEVEN, GRAPHS)
+    cells = lengths_of(
+        even if "even" in options.rows else (), uneven if "uneven" in options.rows else (), graphs
+    )  # fmt: skip
     results = Results(options.out, header(options, "padded", argv))
     with torch.no_grad():
         for model, heads in models.items():
-            missing = [(count, kv) for count, kv in cells if f"{model}/{count} x {kv}" not in results.cells]
+            missing = {f"{model}/{cell}": each for cell, each in cells.items()}
+            missing = {cell: each for cell, each in missing.items() if cell not in results.cells}
             if not missing or results.elapsed() > options.seconds:
                 continue
-            tokens = max(count * -(-kv // PAGE) * PAGE for count, kv in cells)
+            tokens = max(sum(pages_of(lengths)) for lengths, _ in cells.values()) * PAGE
             caches = made_caches(heads, tokens, device, torch.float32 if options.tiny else torch.bfloat16)
-            for count, kv in missing:
+            for cell, (lengths, sizes) in missing.items():
                 if results.elapsed() < options.seconds:
-                    cell = f"{model}/{count} x {kv}"
-                    results.put(cell, measure(versions, heads, caches, count, kv, graphs, options.rounds))
+                    results.put(cell, measure(versions, heads, caches, lengths, sizes, options.rounds))
                     print(*table_of({cell: results.cells[cell]}), f"{results.elapsed():.0f} s", sep="\n", flush=True)
             del caches
             synchronise(device.type)

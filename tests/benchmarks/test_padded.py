@@ -23,15 +23,44 @@ def test_it_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """The same rows in graphs of two sizes, with the ratio of the larger one; what is there isn't measured again."""
     out = tmp_path / "out.json"
     assert padded.main([*ARGUMENTS, str(out)]) == 0
-    (found,) = json.loads(out.read_text())["cells"].values()
-    assert found["now"].keys() == {"layer_us", "padding", "same_bits"}
-    assert list(found["now"]["layer_us"]) == ["2", "4"]
-    assert list(found["now"]["padding"]) == ["4"]
-    assert found["now"]["same_bits"]
-    assert "toy/2 x 40" in capsys.readouterr().out
+    cells = json.loads(out.read_text())["cells"]
+    assert list(cells) == ["toy/2 x 40", "toy/3 x 40 uneven"]
+    for found, sizes in zip(cells.values(), (["2", "4"], ["3", "4"]), strict=True):
+        assert found["now"].keys() == {"layer_us", "padding", "same_bits"}
+        assert list(found["now"]["layer_us"]) == sizes
+        assert list(found["now"]["padding"]) == sizes[1:]
+        assert found["now"]["same_bits"]
+    told = capsys.readouterr().out
+    assert all(cell in told for cell in cells)
     before = out.read_text()
     assert padded.main([*ARGUMENTS, str(out)]) == 0
     assert json.loads(out.read_text())["cells"] == json.loads(before)["cells"]
+
+
+@pytest.mark.parametrize("rows", ["even", "uneven"])
+def test_cells_of_some_rows_alone(tmp_path: Path, rows: str) -> None:
+    """Even ones or uneven ones, to which a later run adds the others."""
+    out = tmp_path / "out.json"
+    assert padded.main([*ARGUMENTS, str(out), "--rows", rows]) == 0
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert ("uneven" in cell) is (rows == "uneven")
+    assert padded.main([*ARGUMENTS, str(out)]) == 0
+    assert len(json.loads(out.read_text())["cells"]) == 2
+
+
+def test_uneven_rows_are_those_of_a_trace() -> None:
+    """The same in every run, of the mean that the cell names, the longest two to four times as long."""
+    cells = padded.lengths_of(padded.CELLS, padded.UNEVEN, padded.GRAPHS)
+    assert len(cells) == len(padded.CELLS) + len(padded.UNEVEN)
+    assert cells["84 x 1300 uneven"][1] == [84, 160]
+    assert cells["16 x 1000"][1] == [16, 32, 80, 160]
+    for name, (lengths, sizes) in cells.items():
+        count, _, kv, *uneven = name.split()
+        mean = sum(lengths) / len(lengths)
+        assert len(lengths) == int(count) <= min(sizes)
+        assert mean == pytest.approx(int(kv), rel=0.001 if uneven else 0.06)
+        assert (2 < max(lengths) / mean < 4) if uneven else max(lengths) == int(kv)
+    assert padded.uneven_lengths(8, 4000) == cells["8 x 4000 uneven"][0]
 
 
 def test_kernels_to_choose_among_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,11 +68,11 @@ def test_kernels_to_choose_among_take_turns(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "out.json"
     beside = ["--beside", "one=here", "two=there"]
     assert padded.main([*ARGUMENTS, str(out), "--before", str(tmp_path), *beside]) == 0
-    (found,) = json.loads(out.read_text())["cells"].values()
-    assert list(found) == ["now", "before", "one", "two", "after"]
-    assert found["after"].keys() == found["two"]["over_now"].keys() == {"2", "4"}
-    assert found["one"]["relative_difference"] == 0.0
-    assert capsys.readouterr().out.count("over now") == 2
+    for found, sizes in zip(json.loads(out.read_text())["cells"].values(), ({"2", "4"}, {"3", "4"}), strict=True):
+        assert list(found) == ["now", "before", "one", "two", "after"]
+        assert found["after"].keys() == found["two"]["over_now"].keys() == sizes
+        assert found["one"]["relative_difference"] == 0.0
+    assert capsys.readouterr().out.count("over now") == 4
     for refused in ("one=elsewhere", "now=here", "one", "=here", "one="):
         with pytest.raises(SystemExit):
             padded.main([*ARGUMENTS, str(out), *beside, refused])
@@ -73,7 +102,7 @@ def test_other_bits_are_told(
 
     monkeypatch.setattr(padded, "plain", wrong)
     assert padded.main([*ARGUMENTS, str(tmp_path / "out.json")]) == 1
-    assert "['toy/2 x 40'] wrong" in capsys.readouterr().out
+    assert "['toy/2 x 40', 'toy/3 x 40 uneven'] wrong" in capsys.readouterr().out
 
 
 PACKAGE = "kpolicy.serving.gpu"
@@ -83,6 +112,7 @@ from kpolicy.serving.gpu.launch import NAME
 from kpolicy.serving.gpu.splits import FACTOR
 
 def paged_attention(query, key, value, rows, scale, {arrivals}prefills):
+    assert {own}
     return attention.paged_attention(query, key, value, rows, scale, 0, 0.0) * FACTOR
 """
 
@@ -91,9 +121,10 @@ def kernels_in(folder: Path, factor: float, *, arrivals: bool) -> Path:
     """A version's modules, which import each other and give so many times the result."""
     inside = folder / "kpolicy" / "serving" / "gpu"
     inside.mkdir(parents=True)
+    given, own = ("arrivals, ", "arrivals == [FACTOR]") if arrivals else ("", "FACTOR")
     (inside / "launch.py").write_text(f"NAME = {folder.name!r}\n")
-    (inside / "splits.py").write_text(f"FACTOR = {factor}\ndef new_arrivals(device):\n    return []\n")
-    (inside / "paged.py").write_text(KERNELS.format(arrivals="arrivals, " if arrivals else ""))
+    (inside / "splits.py").write_text(f"FACTOR = {factor}\ndef new_arrivals(device):\n    return [FACTOR]\n")
+    (inside / "paged.py").write_text(KERNELS.format(arrivals=given, own=own))
     (inside / "latent.py").write_text("from kpolicy.serving.gpu.paged import FACTOR, NAME\n")
     return folder
 
@@ -131,6 +162,7 @@ def test_an_earlier_version_is_timed_and_compared(
     del today
     monkeypatch.setattr(padded, "MODELS", {"toy": padded.Heads(2, 4, 2, 16)})
     monkeypatch.setattr(padded, "CELLS", ((2, 40),))
+    monkeypatch.setattr(padded, "UNEVEN", ((3, 40),))
     monkeypatch.setattr(padded, "GRAPHS", (2, 4))
     made = padded.calls_of
 
@@ -148,12 +180,12 @@ def test_an_earlier_version_is_timed_and_compared(
     monkeypatch.setattr(padded, "calls_of", calls_of)
     monkeypatch.setattr(padded, "Graph", Timed)
     for name, factor, status in (("old", 1.01, 0), ("bad", 1.5, 1)):
-        folder, out = kernels_in(tmp_path / name, factor, arrivals=False), tmp_path / f"{name}.json"
+        folder, out = kernels_in(tmp_path / name, factor, arrivals=name == "bad"), tmp_path / f"{name}.json"
         given = ["--device", "cpu", "--models", "toy", "--rounds", "2", "--before", str(folder), "--out", str(out)]
         assert padded.main(given) == status
-        (found,) = json.loads(out.read_text())["cells"].values()
-        assert {size: ratio[0] for size, ratio in found["after"].items()} == {"2": 0.25, "4": 0.25}
-        assert found["before"]["relative_difference"] == pytest.approx(factor - 1, rel=0.3)
+        for found, sizes in zip(json.loads(out.read_text())["cells"].values(), ("24", "34"), strict=True):
+            assert {size: ratio[0] for size, ratio in found["after"].items()} == dict.fromkeys(sizes, 0.25)
+            assert found["before"]["relative_difference"] == pytest.approx(factor - 1, rel=0.3)
 
 
 def test_a_folder_without_kernels_is_refused(tmp_path: Path) -> None:
