@@ -8,9 +8,10 @@ twice by that profile, and the steps that the rule wants run again (`benchmarks.
         --rate 0.7 --policy auto --policy piecewise --policy vllm --limit 580 --out DIR
 
 All run in DIR, which gets links to config and trace, so that no result names a folder of the machine. What is in DIR
-already isn't made again. What fails ends the command: a run by fewer calibrations is none. Where the time left is less
-than ``--again`` asks for, it says so, and the steps that run again have what is left. At the end it
-prints the command that holds the profile to what is in DIR, which needs no GPU (`benchmarks.fidelity`).
+already isn't made again. What fails ends the command: a run by fewer calibrations is none. Where less than ``--again``
+is left for the steps that run again, too few would run three times: it ends before them, and the same command, called
+again, goes on with all of its limit. At the end it prints the command that holds the profile to what is in DIR, which
+needs no GPU (`benchmarks.fidelity`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ GRACE_S = 5.0
 """For what is interrupted to write what it has"""
 AROUND_S = 15.0
 """Of the seconds for steps that run again: for looking at cores and importing before they count, and closing after"""
+LATE_S = 1.0
+"""A call's own start: with so little missing the steps run again all the same"""
+PART = "part-"
+"""Before the names of files of steps that run again, until they have all run"""
 AGAIN = "steps again"
 KPOLICY = [sys.executable, "-m", "kpolicy"]
 
@@ -72,10 +77,10 @@ def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float
         sys.executable, "-m", "benchmarks.gpu.again", "--device", options.device, "--config", config,
         "--profile", str(profile), "--run", str(run), *served, *(w for log in first for w in ("--log", str(log))),
         *(w for mode in options.mode for w in ("--mode", mode)), "--most", str(options.most),
-        "--seconds", "", "--out", str(again),
+        "--seconds", f"{options.again - AROUND_S:g}", "--out", f"{PART}{again}",
     ]  # fmt: skip
     if options.again:
-        found.append((AGAIN, again, in_time(repeated, options.again), options.again + GRACE_S))
+        found.append((AGAIN, again, repeated, options.again + GRACE_S))
     return found
 
 
@@ -90,22 +95,21 @@ def fidelity_command(options: argparse.Namespace) -> str:
     return shlex.join([*command, "--window", f"{options.window:g}"])
 
 
-def in_time(command: Sequence[str], seconds: float) -> list[str]:
-    """The command of the steps that run again, with so many seconds in all."""
-    at = command.index("--seconds") + 1
-    return [*command[:at], f"{max(seconds - AROUND_S, 0.0):.0f}", *command[at + 1 :]]
-
-
 def is_there(path: Path) -> bool:
     """Whether it was made, or for several policies files of its name."""
     return path.exists() or any(path.parent.glob(f"{path.stem}-*.jsonl"))
 
 
 def ran(command: Sequence[str], out: Path, written: Path, seconds: float, *, quiet: int) -> int:
-    """Run a command for so long at most; its exit code. What it prints is in NAME.log, the run's result in R.json."""
+    """Run a command for so long at most; its exit code. What it prints is in NAME.log, the run's result in R.json.
+
+    Of steps that run again no file has its name before all have run: what was cut short isn't taken for done.
+    """
     if quiet:
         look = ["benchmarks.quiet", "--cores", str(quiet), "--seconds", "4", "--follow", "--"]
         command = [sys.executable, "-m", *look, *command]
+    for path in out.glob(f"{PART}{written.stem}*"):
+        path.unlink()
     printed = written.name == "R.json"
     answer, environment = out / "R.json.part", os.environ.copy()
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
@@ -123,6 +127,9 @@ def ran(command: Sequence[str], out: Path, written: Path, seconds: float, *, qui
             raise
     if printed and process.returncode == 0:
         answer.rename(out / written)
+    if process.returncode == 0:
+        for path in out.glob(f"{PART}{written.stem}*"):
+            path.rename(out / path.name.removeprefix(PART))
     answer.unlink(missing_ok=True)
     return process.returncode
 
@@ -149,6 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if min(options.calibrations, options.repeats) < 1:
         parser.error(f"--calibrations {options.calibrations} --repeats {options.repeats}: both are from 1 up")
+    if options.again and not AROUND_S < options.again <= options.limit - GRACE_S:
+        parser.error(
+            f"--again {options.again:g}: 0 for none, or over {AROUND_S:g} seconds, which go for starting and ending, "
+            f"and at most {GRACE_S:g} less than --limit {options.limit:g}"
+        )
     options.mode = options.mode or ["eager"]
     options.out.mkdir(exist_ok=True)
     config = options.config / "config.json" if options.config.is_dir() else options.config
@@ -171,10 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if left <= 2 * GRACE_S:
             sys.stderr.write(f"{what}: no time left within --limit {options.limit:g}; call it again to go on\n")
             return 1
-        if what == AGAIN and left < most:
-            told = f"{left - GRACE_S:.0f} s are left within --limit {options.limit:g} for --again {options.again:g}"
-            sys.stderr.write(f"{what}: {told}; too few may run three times\n")
-            command = in_time(command, left - GRACE_S)
+        if what == AGAIN and left < most - LATE_S:
+            told = (
+                f"{left:.0f} s are left within --limit {options.limit:g}, and --again {options.again:g} takes {most:g}"
+            )
+            sys.stderr.write(f"{what}: {told}; call it again to go on\n")
+            return 1
         code = ran(command, options.out, written, min(most, left), quiet=options.quiet if what != "the middle" else 0)
         print(f"[{time.monotonic() - zero:4.0f} s] {what}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
         if code:

@@ -6,11 +6,15 @@ from its trace and from when its steps began and ended (`StepEntry.start_us`), s
 the run's; each such step goes through `Engine.step`, after the one that came before it in the run; what lies between is
 scheduled and not run. The KV isn't what it was, and decode rows' tokens aren't: times don't depend on them, but for a
 mixture of experts. Seconds pass between the repeats of a step, so that a core which is slow for seconds slows other
-steps in each pass; one after the other they would all see the same moment. So a pass goes over all steps. Where three
-wouldn't end within ``--seconds`` by what the first took, those after it run fewer steps, which then have three each: at
-most so many of each policy and mode, evenly over the run, so that a mode of few steps keeps them all. With ``--turns``
-every other pass runs on the core that is slowest just then, and the others on the quickest: the same step is then seen
-bounded by the host and not::
+steps in each pass; one after the other they would all see the same moment. So a pass goes over all steps.
+
+Where three passes wouldn't end within ``--seconds``, by what each step took in the first, later ones run fewer steps,
+which then have three repeats each. Repeats decide where four fifths of a cell's steps have three; a cell is a mode in a
+regime, of all policies. So steps of cells that have fewer anyway go first, then a fifth of the others; where that isn't
+enough, whole cells are given up, those of a ``--mode`` that was asked for last. What stays of each is printed.
+
+With ``--turns`` every other pass runs on the core that is slowest just then, and the others on the quickest: the same
+step is then seen bounded by the host and not::
 
     python -m benchmarks.gpu.again --config config.json --profile P.json --run R.json --trace T --start 600
         --log S-auto.jsonl --log S-vllm.jsonl --out A.jsonl
@@ -27,9 +31,11 @@ import json
 import os
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -57,11 +63,16 @@ from kpolicy.serving.real_run import Serving, fitting, open_model, quiet_transfo
 from kpolicy.serving.warm_up import warm_up
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
+from kpolicy.simulate.fidelity import expected_steps, regime_of
 from kpolicy.simulate.repeats import LEAST_REPEATS, host_bound, ran_alike
 from kpolicy.trace_run import Prompts
 
 SPARE = 1.1
 """Times what passes took, that those to come are given"""
+STRETCH = 50
+"""Steps of a run: of each stretch the first ones stay, of all cells alike, for a step runs with the one before it"""
+At = tuple[str, int]
+"""A policy, and a place in its log"""
 _COUNTS = BatchNumbers._fields.index("max_query_len")
 
 
@@ -91,6 +102,17 @@ def thinned(places: Sequence[int], most: int) -> list[int]:
     return [places[i * len(places) // most] for i in range(most)]
 
 
+def shortened(places: Sequence[At], most: int) -> list[At]:
+    """At most so many of them: alike shares of each stretch of a run, without its end."""
+    found: list[At] = []
+    passed = 0
+    for _, stretch in groupby(places, lambda at: (at[0], at[1] // STRETCH)):
+        these = list(stretch)
+        before, passed = passed, passed + len(these)
+        found += these[: passed * most // len(places) - before * most // len(places)]
+    return found
+
+
 def wanted(
     log: Log[StepEntry], costs: CostTable, *, most: int | None, slower: float, modes: Collection[str] = ()
 ) -> set[int]:
@@ -100,8 +122,8 @@ def wanted(
         log: a policy's.
         costs: the run's own.
         most: of each mode; those that the host bounds without being slower come first. None for all of them.
-        slower: with those that it bounds where it takes so many times as long.
-        modes: with every step of these, whatever bounds it.
+        slower: also the steps that a host bounds which takes so many times as long.
+        modes: also every step of these, whatever bounds it.
     """
     first = host_bound(log.entries, costs)
     more = {i for i, entry in enumerate(log.entries) if entry.mode.partition("/")[0] in modes}
@@ -117,61 +139,148 @@ def wanted(
     return found
 
 
-def with_those_before(steps: Collection[int]) -> set[int]:
-    """They and the step before each: what ran before is in the host's caches."""
+def and_before(steps: Collection[int]) -> set[int]:
+    """These steps and the one before each, which leaves in the host's caches what it left there in the run."""
     return {max(i + back, 0) for i in steps for back in (-1, 0)}
 
 
-def by_mode(log: Log[StepEntry], steps: Collection[int]) -> list[list[int]]:
-    """Places of steps in their order, those of each mode together."""
-    found: dict[str, list[int]] = {}
-    for i in sorted(steps):
-        found.setdefault(log.entries[i].mode, []).append(i)
-    return list(found.values())
-
-
-def most_in_time(runs: Mapping[str, Again], seconds: Mapping[str, float], left_s: float, passes: int) -> int | None:
-    """How many steps of each policy and mode run so many more times in the time left; None where all do.
+@attrs.frozen
+class Took:
+    """What a pass took.
 
     Args:
-        runs: what runs again, by policy.
-        seconds: what a pass took, by policy.
-        left_s: the time left.
-        passes: more of them.
+        seconds: all of it.
+        steps: the seconds of each step that ran.
     """
-    step_s = {policy: seconds[policy] / len(again.runs) for policy, again in runs.items()}
 
-    def needed_s(most: int) -> float:
-        steps = {policy: len(with_those_before(again.fewer(most))) for policy, again in runs.items()}
-        return passes * sum(step_s[policy] * count for policy, count in steps.items())
+    seconds: float
+    steps: Mapping[int, float]
 
-    largest = max(len(steps) for again in runs.values() for steps in by_mode(again.log, again.steps))
-    if needed_s(largest) <= left_s:
-        return None
-    return next((most for most in range(largest - 1, 1, -1) if needed_s(most) <= left_s), 1)
+    def of(self, runs: Collection[int]) -> float:
+        """What one takes in which these steps run alone; what isn't steps, scheduling above all, takes as long."""
+        return self.seconds - sum(took for i, took in self.steps.items() if i not in runs)
 
 
-def leave_out(runs: Mapping[str, Again], longest: dict[tuple[str, bool], float], left_s: float, passes: int) -> None:
-    """After a first pass: fewer steps run from now on, where not all would so many more times.
+@attrs.define
+class Cell:
+    """A run's steps of one mode in one regime, of all policies together.
 
     Args:
-        runs: what runs again, by policy.
-        longest: seconds of a pass by policy and core; brought to what runs on.
+        mode: the mode, with the form of a split.
+        regime: that of the steps in the run.
+        steps: how many the run has.
+        again: those of them that are measured again.
+    """
+
+    mode: str
+    regime: str
+    steps: int = 0
+    again: list[At] = attrs.field(factory=list)
+
+    @property
+    def enough(self) -> int:
+        """Four fifths of the steps: so many decide (docs/measured_fidelity.md). 0 where fewer are measured again."""
+        four_fifths = -(-4 * self.steps // 5)
+        return four_fifths if len(self.again) >= four_fifths else 0
+
+    def told(self, count: int) -> str:
+        """A line that tells that so many steps stay."""
+        few = "" if count >= self.enough > 0 else ", under four fifths: its repeats decide nothing"
+        share = f"{count / self.steps:.0%} of the run's {self.steps}"
+        return f"{self.mode}, {self.regime}: {count} of {len(self.again)} steps stay, {share}{few}"
+
+
+def cells_of(runs: Mapping[str, Again]) -> list[Cell]:
+    """The cells of which steps run again."""
+    cells: dict[tuple[str, str], Cell] = {}
+    for policy, again in runs.items():
+        entries, costs = again.log.entries, again.engine.costs
+        for i, (entry, each) in enumerate(zip(entries, expected_steps(entries, costs), strict=True)):
+            key = entry.mode, regime_of(entry, each.cost, costs)
+            cell = cells.setdefault(key, Cell(*key))
+            cell.steps += 1
+            if i in again.steps:
+                cell.again.append((policy, i))
+    return [cell for cell in cells.values() if cell.again]
+
+
+def kept_in_time(cells: Sequence[Cell], seconds: Callable[[Sequence[int]], float], left_s: float) -> list[int]:
+    """How many steps of each cell are kept: one cell after the other gives up to a fifth, and then all.
+
+    Args:
+        cells: those that are needed least first.
+        seconds: what so many of each take.
+        left_s: what they may take. Where none do, 0 of each are kept.
+    """
+    kept = [len(cell.again) for cell in cells]
+
+    def with_count(at: int) -> Callable[[int], float]:
+        return lambda count: seconds([*kept[:at], count, *kept[at + 1 :]])
+
+    for least in ([cell.enough for cell in cells], [0] * len(cells)):
+        for at, fewest in enumerate(least):
+            fitting = bisect_right(range(fewest, kept[at] + 1), left_s, key=with_count(at))
+            kept[at] = fewest + max(fitting - 1, 0)
+            if fitting:
+                return kept
+    return kept
+
+
+def leave_out(
+    runs: Mapping[str, Again], first: Mapping[tuple[str, bool], Took], left_s: float, passes: int,
+    asked: Collection[str] = (),
+) -> None:  # fmt: skip
+    """After a first pass: fewer steps run from now on, where not all would so many more times; it prints which.
+
+    First go steps of cells whose repeats decide nothing, then those of modes that weren't asked for; of alike cells
+    those that free most time, so that few are given up.
+
+    Args:
+        runs: what runs again, by policy; a policy none of whose steps are kept runs none.
+        first: what the first pass took, by policy and core.
         left_s: the time left.
         passes: more that each step should have, on each core.
+        asked: modes that are left out last.
     """
-    took = {policy: sum(s for (name, _), s in longest.items() if name == policy) for policy in runs}
-    most = most_in_time(runs, took, left_s / SPARE, passes)
-    if most is None:
+
+    def runs_of(places: Iterable[At]) -> dict[str, set[int]]:
+        steps: dict[str, set[int]] = {policy: set() for policy in runs}
+        for policy, place in places:
+            steps[policy].add(place)
+        return {policy: and_before(found) for policy, found in steps.items()}
+
+    def needed_s(places: Iterable[At]) -> float:
+        ran = runs_of(places)
+        return SPARE * passes * sum(took.of(ran[policy]) for (policy, _), took in first.items() if ran[policy])
+
+    everything = [(policy, i) for policy, again in runs.items() for i in again.steps]
+    all_s = needed_s(everything)
+    if not passes or all_s <= left_s:
         return
-    told = f"at most {most} steps of each policy and mode run on, so that they run {passes + 1} times"
-    print(f"{left_s:.0f} s left: {told}", flush=True)
+
+    def need(cell: Cell) -> tuple[bool, bool, float]:
+        # Steps that run before others all the same free no time.
+        return cell.enough > 0, cell.mode.partition("/")[0] in asked, needed_s({*everything} - {*cell.again})
+
+    cells = sorted(cells_of(runs), key=need)
+
+    def chosen(kept: Sequence[int]) -> list[At]:
+        return [at for cell, count in zip(cells, kept, strict=True) for at in shortened(cell.again, count)]
+
+    kept = kept_in_time(cells, lambda counts: needed_s(chosen(counts)), left_s)
+    told = f"{max(left_s, 0.0):.0f} s left, and {passes} more of each pass over all steps may take {all_s:.0f} s"
+    if not any(kept):
+        print(f"{told}: no steps would run {passes + 1} times, however few", flush=True)
+        return
+    print(f"{told}: fewer steps run on, so that these run {passes + 1} times", flush=True)
+    ran = runs_of(chosen(kept))
+    for cell in cells:
+        count = sum(place in ran[policy] for policy, place in cell.again)
+        if count < len(cell.again):
+            print(f"  {cell.told(count)}", flush=True)
     for policy, again in runs.items():
-        before = len(again.runs)
-        again.steps = again.fewer(most)
-        again.runs = with_those_before(again.steps)
-        for key in longest:
-            longest[key] *= len(again.runs) / before if key[0] == policy else 1.0
+        again.runs = ran[policy]
+        again.steps &= again.runs
 
 
 def not_run(entry: StepEntry) -> StepOutputs:
@@ -204,10 +313,6 @@ class Again:
     batcher: Any
     trace: Trace
     prompts: Prompts
-
-    def fewer(self, most: int) -> set[int]:
-        """Of `steps` at most so many of each mode, evenly over the run."""
-        return {i for places in by_mode(self.log, self.steps) for i in thinned(places, most)}
 
     def once(self) -> tuple[list[StepEntry], int]:
         """One pass: the steps that ran, with their times, and how many the engine decided otherwise than in the run.
@@ -280,7 +385,7 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
         steps = set(range(len(log.entries)))
         if not arguments.all:
             steps = wanted(log, profile.costs, most=arguments.most, slower=arguments.slower, modes=arguments.mode or ())
-        runs = with_those_before(steps)
+        runs = and_before(steps)
         if not runs:
             print(f"{log.header.policy}: the host bounds none of its steps")
             continue
@@ -350,13 +455,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             opened.enter_context(SpeedTimer())
         kinds = (True, False) if turns else (True,)
         longest = dict.fromkeys(((policy, quick) for policy in runs for quick in kinds), 0.0)
+        first: dict[tuple[str, bool], Took] = {}
         for number in range(arguments.passes * len(kinds)):
             quick = number % len(kinds) == 0
-            if number == len(kinds) and min(longest.values(), default=0.0):
+            if number == len(kinds) and first and len(first) == len(longest):
                 left = arguments.seconds - (time.perf_counter() - began)
-                leave_out(runs, longest, left, min(arguments.passes, LEAST_REPEATS) - 1)
+                leave_out(runs, first, left, min(arguments.passes, LEAST_REPEATS) - 1, arguments.mode or ())
+                longest = {(policy, kind): took.of(runs[policy].runs) for (policy, kind), took in first.items()}
             # Forth and back, so that a policy's repeats don't come at even distances.
             for policy in runs if number // len(kinds) % 2 == 0 else reversed(runs):
+                if not runs[policy].runs:
+                    continue
                 begun = time.perf_counter()
                 left = arguments.seconds - (begun - began)
                 if left < (longest[policy, quick] or max(longest.values())):
@@ -369,6 +478,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 logs[policy].flush()
                 took = time.perf_counter() - begun
                 longest[policy, quick] = max(longest[policy, quick], took)
+                ran_s = {entry.step: (entry.cycle_us or 0.0) * 1e-6 for entry in entries}
+                first.setdefault((policy, quick), Took(took, ran_s))
                 noted = [entry.host_work_us for entry in entries if entry.host_work_us]
                 speed = f", {median(noted):.1f} us beside the steps" if noted else ""
                 told = f"{len(entries)} steps, {others} decided otherwise, {took:.1f} s, {where}{speed}"

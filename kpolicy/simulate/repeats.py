@@ -20,7 +20,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.schemas import StepEntry
 from kpolicy.simulate.fidelity import REGIMES, expected_steps, regime_of
 
-__all__ = ["HOSTS", "IN_THE_RUN", "LEAST_REPEATS", "RepeatRow", "host_bound", "ran_alike", "repeat_rows", "repeated"]
+__all__ = ["HOSTS", "IN_THE_RUN", "LEAST_REPEATS", "RepeatRow", "host_bound", "ran_alike", "repeat_rows"]
 
 LEAST_REPEATS = 3
 """Of a step, whose middle is looked at."""
@@ -105,17 +105,6 @@ def ran_alike(one: StepEntry, other: StepEntry) -> bool:
     """Whether two steps launched the same, for whatever reasons."""
     first, second = ([attrs.evolve(launch, reason=None) for launch in each.launches] for each in (one, other))
     return first == second
-
-
-def repeated(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTable) -> list[RepeatRow]:
-    """What `repeat_rows` gives, for whom no row at all is an error.
-
-    Raises:
-        ConfigError: see `repeat_rows`; or no step has enough repeats.
-    """
-    if not (found := repeat_rows(run, again, costs)):
-        raise ConfigError(f"no step ran {LEAST_REPEATS} times or more in one regime; give more passes.")
-    return found
 
 
 def repeat_rows(run: Sequence[StepEntry], again: Sequence[StepEntry], costs: CostTable) -> list[RepeatRow]:

@@ -17,13 +17,13 @@ pytest.importorskip("transformers")
 from benchmarks.gpu.again import (
     SPARE,
     Again,
+    Took,
     leave_out,
     main,
-    most_in_time,
+    shortened,
     sizes_of,
     thinned,
     wanted,
-    with_those_before,
 )
 from kpolicy.cli.step_log import StepLog
 from kpolicy.costs import HostCost, analytic_costs
@@ -166,6 +166,15 @@ def test_steps_are_thinned_evenly_and_those_that_the_host_bounds_come_first(tmp_
     assert host_bound(log.entries, costs)[0] in wanted(log, costs, most=1, slower=1e9)
 
 
+def test_what_stays_of_a_stretch_are_its_first_steps() -> None:
+    """Alike shares of each, so that few steps run for being before others."""
+    places = [("a", i) for i in range(100)] + [("b", i) for i in range(10)]
+    assert shortened(places, 55) == [("a", i) for i in range(100) if i % 50 < 25] + [("b", i) for i in range(5)]
+    assert shortened(places, 110) == places
+    assert shortened(places[::7], 3) == [("a", 0), ("a", 56), ("b", 5)]
+    assert shortened([], 0) == shortened(places, 0) == []
+
+
 def test_every_step_of_a_mode_whatever_its_form(tmp_path: Path) -> None:
     """The host bounds none of these."""
     log: Log[StepEntry] = again(tmp_path, "split:form=decodes_beside").log
@@ -178,28 +187,119 @@ def test_every_step_of_a_mode_whatever_its_form(tmp_path: Path) -> None:
     assert wanted(log, costs, most=None, slower=1.0, modes=["split"]) == split
 
 
-def test_where_three_passes_would_not_end_fewer_steps_have_them(tmp_path: Path) -> None:
-    """Of the mode that has most, evenly over the run; one of few steps keeps them all, and passes stay far apart."""
+FULL_S, EAGER_S, SCHEDULED_S = 0.008, 0.07, 3.2
+"""Seconds of a step of either mode, and of a pass what isn't steps"""
+
+
+def uneven(tmp_path: Path, *, beside: int = 0) -> Again:
+    """400 FULL steps of 8 ms and 100 EAGER ones of 70 ms, all to be measured; FULL ones more that aren't."""
     made = again(tmp_path, "vllm")
-    eager = [i for i, each in enumerate(made.log.entries) if each.mode == "eager"]
-    full = [i for i, each in enumerate(made.log.entries) if each.mode == "full"][20:24]
-    made = attrs.evolve(made, steps={*eager, *full}, runs=with_those_before({*eager, *full}))
-    pass_s = float(len(made.runs))
-    assert most_in_time({"vllm": made}, {"vllm": pass_s}, 2 * pass_s, 2) is None
-    longest = {("vllm", True): pass_s, ("other", True): 9.0}
-    leave_out({"vllm": made}, longest, SPARE * 2 * pass_s, 2)
-    assert len(made.runs) == pass_s, "all run on"
-    leave_out({"vllm": made}, longest, SPARE * pass_s, 2)
-    kept = [i for i in eager if i in made.steps]
-    assert made.steps == {*kept, *full}
-    assert kept == thinned(eager, len(kept))
-    assert len(kept) > len(full)
-    assert made.runs == with_those_before(made.steps)
-    # Two passes of what is left end in time, and one step more of the mode wouldn't.
-    assert longest == {("vllm", True): pytest.approx(len(made.runs)), ("other", True): 9.0}
-    assert 2 * len(made.runs) <= pass_s < 2 * len(with_those_before({*thinned(eager, len(kept) + 1), *full}))
-    leave_out({"vllm": made}, longest, 0.0, 2)
-    assert len(made.steps) == 2, "one of each mode, of which no pass begins that wouldn't end"
+    full, eager = (next(each for each in made.log.entries if each.mode == mode) for mode in ("full", "eager"))
+    entries = [*100 * [full, full, eager, full, full], *beside * [full]]
+    entries = [attrs.evolve(entry, step=i) for i, entry in enumerate(entries)]
+    steps = set(range(500))
+    return attrs.evolve(made, log=attrs.evolve(made.log, entries=tuple(entries)), steps=steps, runs={*steps})
+
+
+def first_pass(made: Again) -> Took:
+    steps = {i: EAGER_S if made.log.entries[i].mode == "eager" else FULL_S for i in made.runs}
+    return Took(SCHEDULED_S + sum(steps.values()), steps)
+
+
+def measured(made: Again, mode: str) -> list[int]:
+    return [i for i in sorted(made.steps) if made.log.entries[i].mode == mode]
+
+
+def test_nothing_is_left_out_where_three_passes_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor where one pass is all that was asked for, whatever is left then."""
+    made = uneven(tmp_path)
+    first = {("vllm", True): first_pass(made)}
+    assert first["vllm", True].seconds == pytest.approx(13.4)
+    leave_out({"vllm": made}, first, SPARE * 2 * 13.4 + 0.1, 2)
+    leave_out({"vllm": made}, first, -3.0, 0)
+    assert made.steps == made.runs == set(range(500))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("asked", [[], ["eager"]], ids=["none", "eager"])
+@pytest.mark.parametrize("left_s", [28.0, 24.0, 18.7, 12.0])
+def test_passes_of_the_steps_that_are_kept_end_in_time(tmp_path: Path, left_s: float, asked: list[str]) -> None:
+    """Modes differ by ten times, and of the time for scheduling a pass of fewer steps takes all."""
+    made = uneven(tmp_path)
+    leave_out({"vllm": made}, {("vllm", True): first_pass(made)}, left_s, 2, asked)
+    assert made.steps == made.runs, "what runs for being before another counts too"
+    assert 0.98 * left_s < SPARE * 2 * first_pass(made).seconds < left_s + 1e-6
+
+
+def test_time_is_taken_from_what_is_needed_least(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fifth of the mode that wasn't asked for, and what it takes of the other."""
+    made = uneven(tmp_path)
+    leave_out({"vllm": made}, {("vllm", True): first_pass(made)}, 26.0, 2, ["eager"])
+    full, eager = measured(made, "full"), measured(made, "eager")
+    kept = {i for n, i in enumerate(each for each in range(500) if each % 5 != 2) if n % 40 < 32}
+    assert {i + 1 for i in {*full} - kept} <= {*kept, *eager}, "those before others run anyway"
+    assert kept <= {*full}
+    assert 80 < len(eager) < 100
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "26 s left, and 2 more of each pass over all steps may take 29 s: fewer steps run on, so that these run 3 times"
+    )
+    assert [line.partition(": ")[2] for line in lines[1:]] == [
+        f"{len(full)} of 400 steps stay, {len(full) / 400:.0%} of the run's 400",
+        f"{len(eager)} of 100 steps stay, {len(eager)}% of the run's 100",
+    ]
+
+
+@pytest.mark.parametrize("asked", [["eager"], []], ids=["eager asked for", "none"])
+def test_a_cell_that_is_given_up_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    """FULL, though EAGER's steps take longer: these run for being before FULL ones, and would free no time."""
+    made = uneven(tmp_path)
+    leave_out({"vllm": made}, {("vllm", True): first_pass(made)}, 21.0, 2, asked)
+    full = len(measured(made, "full"))
+    assert 0 < full < 320
+    assert len(measured(made, "eager")) == 80
+    given_up, other = (line.strip() for line in capsys.readouterr().out.splitlines()[1:])
+    assert given_up.startswith("full, ")
+    told = f": {full} of 400 steps stay, {full / 400:.0%} of the run's 400"
+    assert given_up.endswith(f"{told}, under four fifths: its repeats decide nothing")
+    assert other.endswith(": 80 of 100 steps stay, 80% of the run's 100")
+
+
+def test_steps_that_decide_nothing_go_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 501 FULL steps 400 run again, under four fifths: EAGER's need all of the time, though not asked for."""
+    made = uneven(tmp_path, beside=101)
+    leave_out({"vllm": made}, {("vllm", True): first_pass(made)}, 26.0, 2)
+    count = len(measured(made, "full"))
+    assert 0 < count < 320
+    assert len(measured(made, "eager")) == 100
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    told = f"{count} of 400 steps stay, {count / 501:.0%} of the run's 501"
+    assert line.endswith(f"{told}, under four fifths: its repeats decide nothing")
+
+
+def test_of_several_policies_a_cell_is_one(tmp_path: Path) -> None:
+    """As the rule counts: each gives its share; one whose steps are all left out runs none."""
+    runs = {"a": uneven(tmp_path), "b": uneven(tmp_path)}
+    first = {(policy, quick): first_pass(made) for policy, made in runs.items() for quick in (True, False)}
+    leave_out(runs, first, SPARE * 4 * 2 * 12.0, 2, ["eager"])
+    assert runs["a"].runs == runs["b"].runs
+    assert 320 <= len(measured(runs["a"], "full")) < 340
+    leave_out(runs, first, SPARE * 2 * 2 * (SCHEDULED_S + FULL_S + EAGER_S + 0.001), 2, ["eager"])
+    assert (runs["a"].runs, len(measured(runs["b"], "eager"))) == (set(), 1)
+
+
+@pytest.mark.parametrize("left_s", [-3.0, 0.0, 6.0])
+def test_no_promise_is_made_where_none_can_be_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], left_s: float
+) -> None:
+    """Scheduling alone takes longer than what is left; passes of all steps begin where they end in time."""
+    made = uneven(tmp_path)
+    leave_out({"vllm": made}, {("vllm", True): first_pass(made)}, left_s, 2)
+    assert made.steps == made.runs == set(range(500))
+    assert capsys.readouterr().out == (
+        f"{max(left_s, 0):.0f} s left, and 2 more of each pass over all steps may take 29 s: "
+        "no steps would run 3 times, however few\n"
+    )
 
 
 @pytest.mark.parametrize("passes", [["--passes", "2"], ["--passes", "1", "--turns"]], ids=["here", "in turns"])

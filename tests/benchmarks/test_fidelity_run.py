@@ -22,7 +22,7 @@ def words(tmp_path: Path) -> list[str]:
     trace.write_text("")
     policies = [word for policy in POLICIES for word in ("--policy", policy)]
     files = ["--config", str(config), "--trace", str(trace), "--out", str(tmp_path / "out")]
-    return [*files, *policies, "--rate", "2", "--quiet", "0", "--limit", "60"]
+    return [*files, *policies, "--rate", "2", "--quiet", "0", "--limit", "120"]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *codes: int, seconds: float = 0.0) -> None:
@@ -34,7 +34,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *codes: int, seconds: float = 0.0) 
         for (what, path, command, most), code in zip(real(options), [*codes, *[0] * 9], strict=False):
             script = f"import time; time.sleep({seconds}); print('{what} ran')"
             if path.name == "A.jsonl":
-                script += "; open('A-auto.jsonl', 'w').close()"
+                script += "; open('part-A-auto.jsonl', 'w').close()"
             elif path.name != "R.json":
                 script += f"; open('{path}', 'w').close()"
             found.append(
@@ -103,32 +103,76 @@ def test_nothing_begins_without_time_and_what_lasts_is_stopped(
     pretend(monkeypatch, seconds=600)
     assert fidelity_run.main([*words, "--calibration-limit", "5"]) == 1
     assert "calibration 1: ended with -" in capsys.readouterr().out
-    assert fidelity_run.main([*words, "--limit", "9"]) == 1
+    assert fidelity_run.main([*words, "--again", "0", "--limit", "9"]) == 1
     assert "calibration 1: no time left within --limit 9; call it again to go on" in capsys.readouterr().err
 
 
-def test_repeats_that_have_less_time_than_asked_for_are_told_and_given_what_is_left(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_steps_run_again_with_all_their_time_or_in_the_next_call(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They begin no pass that the limit would cut off; with time enough nothing is said."""
+    """That one has a whole limit for them; a call's own start of less than a second isn't missed."""
+    clock, runs_s = [0.0], [35.0]
+    monkeypatch.setattr(fidelity_run.time, "monotonic", lambda: clock[0])
     seen: list[tuple[list[str], float]] = []
 
     def ran(command: list[str], out: Path, written: Path, seconds: float, *, quiet: int) -> int:
-        del out, written, quiet
-        seen.append((command, seconds))
+        del quiet
+        if written.name == "R.json":
+            clock[0] += runs_s[0]
+        if written.name == "A.jsonl":
+            seen.append((command, seconds))
+        else:
+            (out / written).touch()
         return 0
 
     monkeypatch.setattr(fidelity_run, "ran", ran)
-    assert fidelity_run.main([*words, "--limit", "75"]) == 0
-    command, seconds = seen[-1]
+    asked = [*words, "--again", "95.5"]
+    assert fidelity_run.main([*asked, "--limit", "120"]) == 1
     assert capsys.readouterr().err == (
-        "steps again: 70 s are left within --limit 75 for --again 95; too few may run three times\n"
+        "steps again: 85 s are left within --limit 120, and --again 95.5 takes 100.5; call it again to go on\n"
     )
-    assert command[-4:] == ["--seconds", "55", "--out", "A.jsonl"]
-    assert seconds == pytest.approx(75, abs=1)
-    assert fidelity_run.main([*words, "--limit", "110"]) == 0
-    assert capsys.readouterr().err == ""
-    assert seen[-1][0][-4:] == ["--seconds", "80", "--out", "A.jsonl"]
+    assert seen == []
+    assert not [*(tmp_path / "out").glob("*A*")]
+    assert fidelity_run.main([*asked, "--limit", "120"]) == 0
+    (command, seconds), said = seen[0], capsys.readouterr()
+    assert said.err == ""
+    assert command[-4:] == ["--seconds", "80.5", "--out", "part-A.jsonl"]
+    assert seconds == 100.5
+    (tmp_path / "out" / "R.json").unlink()
+    runs_s[0] = 19.9
+    assert fidelity_run.main([*asked, "--limit", "120"]) == 0
+    assert seen[1] == (command, pytest.approx(100.1))
+
+
+def test_steps_that_were_cut_short_run_again(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither they nor the files of one that was killed are taken for done."""
+    pretend(monkeypatch, 0, 0, 0, 0, 0, 3)
+    assert fidelity_run.main(words) == 1
+    out = tmp_path / "out"
+    assert [path.name for path in out.glob("*A-*")] == ["part-A-auto.jsonl"]
+    (out / "part-A-other.jsonl").touch()
+    monkeypatch.undo()
+    pretend(monkeypatch)
+    capsys.readouterr()
+    assert fidelity_run.main(words) == 0
+    assert [path.name for path in out.glob("*A-*")] == ["A-auto.jsonl"]
+    assert "steps again: done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seconds", ["0.5", "15", "-1", "nan", "inf", "115.5"])
+def test_seconds_in_which_no_steps_can_run_again_are_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: str
+) -> None:
+    """Before anything is measured."""
+    with pytest.raises(SystemExit):
+        fidelity_run.main([*words, f"--again={seconds}"])
+    assert (
+        f"--again {seconds}: 0 for none, or over 15 seconds, which go for starting and ending, and at most 5 less than "
+        "--limit 120"
+    ) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_model_in_the_folder_is_refused(
@@ -164,5 +208,5 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
     )
     assert again == (
         f"benchmarks.gpu.again --device cuda --config config.json --profile P.json --run R.json {served} --log "
-        "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --most 400 --seconds 80 --out A.jsonl"
+        "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --most 400 --seconds 80 --out part-A.jsonl"
     )
