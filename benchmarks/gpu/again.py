@@ -43,6 +43,7 @@ import attrs
 import torch
 
 from benchmarks.command import command_line, input_file, input_path, output_file
+from benchmarks.fidelity_again import check_probe
 from benchmarks.fidelity_served import requests_of
 from benchmarks.quiet import Turns, go_first
 from kpolicy.cli.step_log import files_of
@@ -380,6 +381,7 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
     found: dict[str, Again] = {}
     for path in arguments.log:
         log = read_step_log(path)
+        check_probe(log, profile, path)
         if any(entry.start_us is None for entry in log.entries):
             raise ConfigError(f"{path} doesn't say when its steps began; run kpolicy run --step-log again.")
         steps = set(range(len(log.entries)))

@@ -775,3 +775,20 @@ def test_correctness_is_told_as_its_results_have_it() -> None:
         f"were made to fail, {events['cancelled']} cancelled requests and {events['served']:,} served"
     ) in words
     assert f"| {soak['steps']:,}, {soak['cycles']} cycles, {soak['seconds']:.0f} s |" in words
+
+
+def test_the_load_that_got_worse_is_told() -> None:
+    """The 8B's conversation x3, of as many shapes in both runs, and in how many decode steps wait."""
+    means = {
+        name: [100 * row["mean_regret"] for objective, policy in measured_regret.AUTO.items() for row in rows_of(name)
+               if (row["trace"], row["rate"], row["objective"], row["policy"], row["shapes"]) ==
+               ("conversation", 3.0, objective, policy, 40)]
+        for name in ("llama8b", "llama8b_second")
+    }  # fmt: skip
+    (steps, gaps), (steps_before, gaps_before) = means.values()
+    waiting = sum("~" in shape["picks"]["auto"] for name, shape in raw("llama8b")["cells"].items()
+                  if name.startswith("conversation x3/"))  # fmt: skip
+    assert (
+        f"has a mean of {steps:.1f}%, of gaps {gaps:.1f}%, where it was {steps_before:.1f} and {gaps_before:.1f}% at "
+        f"a93eb61, of 40 shapes both times. In {waiting} of them decode steps wait now."
+    ) in " ".join("\n".join(DOC).split())

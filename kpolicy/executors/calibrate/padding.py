@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from kpolicy.costs import AttentionCost, Curve
@@ -26,8 +25,8 @@ class PaddedRows:
 
     In a mixture of experts all rows of padding choose the same few experts, and leave the weights of others unread.
     The fewer rows there are, the more experts they leave, so small graphs tell. One ladder has a graph for every few
-    rows there, and a serving engine's list 8, 16 and 24, which five, nine and 17 rows come to: so many are timed in
-    either. Where the next smaller graph is below half, its rows and one more are.
+    rows there, and a serving engine's list 8, 16, 24 and 32, whose first two five and nine rows come to: so many are
+    timed in either. Where the next smaller graph is below half, its rows and one more are.
 
     Args:
         bench: times the steps; nothing is timed where the host itself runs what it launches.
@@ -41,7 +40,8 @@ class PaddedRows:
             return
         by_size = {key.num_tokens: key for key in keys}
         sizes = sorted(by_size)
-        fewest = {size: min(size // 2, smaller) + 1 for smaller, size in itertools.pairwise(sizes)}
+        # The smallest graph has any number of rows.
+        fewest = {size: min(size // 2, smaller) + 1 for smaller, size in zip([*sizes[:1], *sizes], sizes, strict=False)}
         # One row of padding is what padding counts as anyway.
         padded = [size for size, rows in fewest.items() if size > rows + 1]
         first = [next((size for size in padded if size >= least), 0) for least in _LEAST]
