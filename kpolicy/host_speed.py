@@ -41,7 +41,7 @@ INTERPRETER = "interpreter"
 INSIDE = "interpreter, least of three"
 """What a `SpeedTimer` notes, by name."""
 ONCE = "interpreter, once"
-"""What it noted until 2026-11-28: half of `host_work_us`'s loop, run once, which takes 7 to 34% longer"""
+"""What it noted until 2026-11-28: half of `host_work_us`'s loop, run once with cold caches, which takes longer"""
 AROUND = 4
 """Times on either side of one that tell with it how fast the host was: one alone is a moment's"""
 _LOOPS, _RUNS = 600, 3
@@ -102,7 +102,8 @@ class SpeedTimer:
     two seconds are kept.
 
     Of an EAGER step's launching on an H200's virtual host (DeepSeek-V2-Lite, 230 steps, four times each) notes inside
-    left 2.9% unexplained, notes beside it 6.1%. These were of half of the loop, run once (docs/measured_fidelity.md).
+    left 2.9% unexplained, notes beside it 6.1%. These were of half of the loop, run once
+    (docs/measured_fidelity.md); notes of three runs are unverified on hardware.
 
     Raises:
         RuntimeError: on entry, where one is open already.
