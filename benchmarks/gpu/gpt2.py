@@ -113,9 +113,9 @@ def measure(model: Any, options: argparse.Namespace, *, chunks: bool) -> dict[st
 
 def _theirs(model: Any, ids: Any, options: argparse.Namespace) -> float:
     """Microseconds of transformers' own forward with its own attention."""
-    from kpolicy.serving.marks import own_attention
+    from kpolicy.serving.marks import own_forward
 
-    with own_attention(model.hf):
+    with own_forward(model.hf):
         begun = time.perf_counter()
         model.hf(input_ids=ids, use_cache=False, logits_to_keep=1)
         synchronise(options.device)

@@ -34,8 +34,8 @@ from benchmarks.gpu.common import (
 from kpolicy.heap import frozen_heap
 
 FAMILIES = {
-    "experts": r"group(ed)?_?(gemm|mm)|GroupProblemShape|moe",
-    # `kpolicy.serving.gpu`'s own among them, which Triton names as their functions.
+    # `kpolicy.serving.gpu`'s own are among these and attention's; Triton names them as their functions.
+    "experts": r"group(ed)?_?(gemm|mm)|GroupProblemShape|moe|^_(route_copies|silu_times|weighted_sum)$",
     "attention": r"^_(decode|prefill|attend|combine|write)$|flash_(fwd|bwd)|fmha|BatchPrefill|BatchDecode|attention",
     "matrix products": r"gemm|gemv|dot_kernel|nvjet|cutlass|matmul|splitK|aten::(mm|bmm|addmm|linear)",
     "sorting and gathering": r"sort|scatter|gather|index_|_index|bincount|histogram|cumsum|scan|topk|searchsorted",

@@ -16,9 +16,10 @@ from kpolicy.errors import SupportError
 from kpolicy.executors.segments import BreakingStep
 from kpolicy.executors.step_model import StepContext, current_step, running
 from kpolicy.serving.checkpoint import load_tokenizer
+from kpolicy.serving.experts import EXPERTS_NAME, takes_ours
 from kpolicy.serving.head import Head
 from kpolicy.serving.kv_cache import LatentLayer, PagedLayer
-from kpolicy.serving.marks import answering, own_attention, take_latent
+from kpolicy.serving.marks import answering, own_forward, take_latent
 from kpolicy.serving.sampling import sample
 from kpolicy.serving.unmarked import watching
 
@@ -108,6 +109,7 @@ class LoadedModel:
             "head_dim": spec.head_dim, "latent_rank": fields.get("kv_lora_rank"),
             "intermediate_size": fields.get("intermediate_size"), "experts": fields.get(*_EXPERTS),
             "experts_per_token": fields.get(*_CHOSEN), "attention_kernels": self.layers[0].kernels.name,
+            "expert_kernels": EXPERTS_NAME if takes_ours(self.hf) else None,
         }  # fmt: skip
         return {name: value for name, value in found.items() if type(value) in (int, str)}
 
@@ -285,7 +287,7 @@ class LoadedModel:
         # Settings left out are filled in from the model's, so an end of text would come back.
         self.hf.generation_config = settings(max_new_tokens=num_tokens, do_sample=False, pad_token_id=0, use_cache=True)
         try:
-            with torch.no_grad(), own_attention(self.hf):
+            with torch.no_grad(), own_forward(self.hf):
                 tokens = self.hf.generate(ids, attention_mask=torch.ones_like(ids))
         finally:
             self.hf.generation_config = own
@@ -295,6 +297,6 @@ class LoadedModel:
     def reference_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[num_tokens, vocab] of transformers' own forward and attention over a whole sequence."""
         ids = torch.tensor([list(token_ids)], device=self.device)
-        with torch.no_grad(), own_attention(self.hf):
+        with torch.no_grad(), own_forward(self.hf):
             logits: torch.Tensor = self.hf(input_ids=ids, use_cache=False).logits
         return logits[0]

@@ -19,6 +19,7 @@ from kpolicy.executors.cuda.failures import classify_by_words
 from kpolicy.executors.importing import first_line
 from kpolicy.reasons import Reason
 from kpolicy.serving.checkpoint import has_weights, longest_request, read_config, read_weights
+from kpolicy.serving.experts import take_experts
 from kpolicy.serving.hf_model import KvSize, LoadedModel
 from kpolicy.serving.kernels import Kernels, choose_kernels
 from kpolicy.serving.kv_cache import LatentLayer, PagedLayer, layer_cache
@@ -89,6 +90,8 @@ def load(
     # The KV is written in place by steps, which inference tensors made here would forbid.
     with _current(at), torch.inference_mode(False):
         hf = _weights(config, folder, at, _dtype(dtype, config), seed)
+        if hasattr(attention, "experts"):
+            take_experts(hf, attention.experts)
         model = _over_kv(hf, kinds, kv, attention, folder)
         reads = verify(model)
         _measure_crossover(model, attention)

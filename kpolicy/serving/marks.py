@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kpolicy.errors import SupportError
+from kpolicy.serving.experts import own_experts
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ATTENTION_NAME", "Answering", "answering", "own_attention", "register", "take_latent", "watch_latents"]
+__all__ = ["ATTENTION_NAME", "Answering", "answering", "own_forward", "register", "take_latent", "watch_latents"]
 
 ATTENTION_NAME = "kpolicy_paged"
 
@@ -103,10 +104,11 @@ def take_latent() -> torch.Tensor:
 
 
 @contextmanager
-def own_attention(model: Any) -> Iterator[None]:
-    """Run transformers' own eager attention meanwhile. No step of the model may run beside it."""
+def own_forward(model: Any) -> Iterator[None]:
+    """Run transformers' own eager attention and experts meanwhile. No step of the model may run beside it."""
     model.config._attn_implementation = "eager"
     try:
-        yield
+        with own_experts(model):
+            yield
     finally:
         model.config._attn_implementation = ATTENTION_NAME

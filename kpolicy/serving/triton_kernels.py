@@ -48,6 +48,7 @@ class TritonKernels:
         flash: torch's FlashAttention for prompt rows of keys and values where the host knows lengths.
 
     Attributes:
+        experts: what answers for a mixture of experts.
         crossover: which chunks of MLA prompts are absorbed where the host knows lengths; None is none.
         no_pages: why torch's FlashAttention gathers keys for a kind of layers, "" where it reads pages; of kinds that
             `try_pages` tried.
@@ -55,10 +56,11 @@ class TritonKernels:
 
     def __init__(self, device: torch.device, *, flash: bool = False) -> None:
         # Imported here: Triton isn't there for every device, and starts a compiler.
-        from kpolicy.serving.gpu import latent, paged, splits
+        from kpolicy.serving.gpu import experts, latent, paged, splits
 
         self.device = device
         self.name = "flash" if flash else "triton"
+        self.experts = experts.gated_experts
         self.crossover: Crossover | None = None
         self.no_pages: dict[Kind, str] = {}
         self._flash = flash

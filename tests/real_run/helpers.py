@@ -45,11 +45,11 @@ def eager_error(model: Any, prompt: list[int], generated: list[int]) -> float:
     """
     import torch
 
-    from kpolicy.serving.marks import own_attention
+    from kpolicy.serving.marks import own_forward
     from tests.serving_models.driver import Driver, Row
 
     double = copy.deepcopy(model.hf).double()
-    with torch.no_grad(), own_attention(double):
+    with torch.no_grad(), own_forward(double):
         reference = double(input_ids=torch.tensor([[*prompt, *generated]]), use_cache=False).logits[0]
     driver = Driver(model)
     request = driver.request([*prompt, *generated])

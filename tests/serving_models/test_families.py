@@ -139,7 +139,7 @@ def test_written_kv_is_what_the_model_itself_caches(name: str, loaded: Loaded, s
     """Each token's slot holds the keys and values, or the latent, that transformers' own cache gets for it."""
     from transformers import DynamicCache
 
-    from kpolicy.serving.marks import own_attention
+    from kpolicy.serving.marks import own_forward
 
     model = loaded(name)
     driver, ids = Driver(model), sequences[2]
@@ -152,7 +152,7 @@ def test_written_kv_is_what_the_model_itself_caches(name: str, loaded: Loaded, s
         for path, module in model.hf.named_modules()
         if path.endswith("kv_a_layernorm")
     ]
-    with torch.no_grad(), own_attention(model.hf):
+    with torch.no_grad(), own_forward(model.hf):
         model.hf(input_ids=torch.tensor([ids]), past_key_values=own, use_cache=True)
     for hook in hooks:
         hook.remove()
