@@ -7,7 +7,8 @@ whose kernels' times are summed by name and by family (`FAMILIES`); what no fami
 `device_us` is that sum, without the gaps between kernels, which a graph has too; `host_us` is until the launching call
 returns, and where the device is behind it may wait there. What the host takes beyond the device is what a graph saves.
 
-Run: ``python -m benchmarks.gpu.kernels --config FILE --out FILE``; a run goes on where its file ends.
+Run: ``python -m benchmarks.gpu.kernels --config FILE --out FILE``; a run goes on where its file ends. With
+``--their-experts``, in a file of its own, a mixture of experts runs on transformers' own kernels for it.
 """
 
 from __future__ import annotations
@@ -109,12 +110,14 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, seconds=90.0)
+    parser.add_argument("--their-experts", action="store_true", help="a mixture of experts on transformers' own")
     options = parser.parse_args(argv)
 
     import torch
 
     from benchmarks.gpu.regret import inputs_of
     from kpolicy.ladders import CaptureSizes, plan_keys
+    from kpolicy.serving.experts import THEIRS
     from kpolicy.settings import Settings
     from kpolicy.testing.executors import all_decisions
 
@@ -123,6 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     settings = Settings(max_num_reqs=8 if tiny else 256, max_num_tokens=64 if tiny else 2048)
     model = load_model(config, options, kv_tokens=1 << 12 if tiny else 1 << 17, max_model_len=4096,
                        max_num_reqs=settings.max_num_reqs)  # fmt: skip
+    if options.their_experts:
+        model.hf.set_experts_implementation(THEIRS)
+    results.data["expert_kernels"] = model.model_shape.get("expert_kernels", "transformers")
     results.data["host_noise"] = host_noise(0.1 if tiny else 2.0)
     with torch.no_grad(), frozen_heap():
         executor, registry = opened(model)

@@ -121,6 +121,12 @@ def _end_to_end(parts: list[str], call: Call) -> list[str]:
             str(requests), "--rounds", str(ROUNDS), "--calibrate", str(CALIBRATION_S)]  # fmt: skip
 
 
+def _kernels(parts: list[str], call: Call) -> list[str]:
+    if parts[1:] not in ([], ["theirs"]):
+        raise ValueError("behind the model there is nothing, or theirs")
+    return [*_config(parts, call), *(["--their-experts"] if parts[1:] else [])]
+
+
 def _correct(parts: list[str], call: Call) -> list[str]:
     given = ["--config", call.config(parts[0]), "--commit", call.commit]
     if parts[1] == "reference":
@@ -171,7 +177,7 @@ KINDS: dict[str, Kind] = {
     "overlap": Kind("overlap", (0, 2), _overlap, 300, last=15, worth=30),
     "soak": Kind("soak", (0, 0), _soak, 300, last=30, worth=60),
     "overhead": Kind("overhead", (1, 1), _config, 100),
-    "kernels": Kind("kernels", (1, 1), _config, 90, last=15, worth=20),
+    "kernels": Kind("kernels", (1, 2), _kernels, 90, last=15, worth=20),
     "gpt2": Kind("gpt2", (0, 0), _nothing, 60),
     "padded": Kind("padded", (0, 1), _padded, 90, last=15, worth=30),
     "tests": Kind("", (0, 1), _tests, 240),

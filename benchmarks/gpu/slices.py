@@ -2,7 +2,8 @@
 
 A slice is a name, ``KIND:PART:...``, and may say its seconds (``@150``) and options for its module behind them, quoted:
 
-- ``startup:MODEL``, ``beside:MODEL``, ``overhead:MODEL``, ``kernels:MODEL``
+- ``startup:MODEL``, ``beside:MODEL``, ``overhead:MODEL``
+- ``kernels:MODEL``, ``kernels:MODEL:theirs`` with transformers' own experts
 - ``regret:MODEL[:LOAD,...]``: all loads of the shapes by default; ``conversation_x1`` is the load `conversation x1`
 - ``e2e:MODEL:LOAD,...[:REQUESTS]``: 600 requests by default, of ``code_saturated`` and the like
 - ``correct:MODEL:FIRST:COUNT``: steps in every mode, from the one with that number

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["EXPERTS_NAME", "own_experts", "take_experts", "takes_ours"]
+__all__ = ["EXPERTS_NAME", "THEIRS", "own_experts", "take_experts", "takes_ours"]
 
 EXPERTS_NAME = "kpolicy"
 THEIRS = "grouped_mm"
