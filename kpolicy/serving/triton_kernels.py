@@ -56,7 +56,7 @@ class TritonKernels:
 
     def __init__(self, device: torch.device, *, flash: bool = False) -> None:
         # Imported here: Triton isn't there for every device, and starts a compiler.
-        from kpolicy.serving.gpu import experts, latent, paged, splits
+        from kpolicy.serving.gpu import expanded, experts, latent, paged, splits
 
         self.device = device
         self.name = "flash" if flash else "triton"
@@ -66,6 +66,7 @@ class TritonKernels:
         self._flash = flash
         self._paged = paged
         self._latent = latent
+        self._expanded = expanded
         self._splits = splits
 
     def support(self, *, latent: bool) -> AttentionSupport:
@@ -170,7 +171,7 @@ class TritonKernels:
             if crossover is not None and all(crossover.absorbs(*lengths) for lengths in at.lengths):
                 out[decodes:end] = self._absorbed_chunks(query[decodes:end], up, rows, cache, at, spec)
             else:
-                out[decodes:end] = _expanded(query[decodes:end], up, cache, at, spec)
+                out[decodes:end] = self._expanded_rows(query[decodes:end], up, cache, at, spec)
         return out
 
     def measure_crossover(self, layer: Any, most_kv: int) -> None:
@@ -200,7 +201,7 @@ class TritonKernels:
 
         def expanded(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
             query, _, at = one_row(query_len, kv_len)
-            return lambda: _expanded(query, up, cache, at, spec)
+            return lambda: self._expanded_rows(query, up, cache, at, spec)
 
         self.crossover = measured(absorbed, expanded, self.device, most_kv)
 
@@ -224,6 +225,17 @@ class TritonKernels:
         longest = max(query_len for query_len, _ in at.lengths)
         decode_len = next(length for length in ABSORBED_LENS if length >= longest)
         return self._absorbed(query, up, back, cache, spec, decode_len)
+
+    def _expanded_rows(
+        self, query: torch.Tensor, up: torch.Tensor, cache: torch.Tensor, at: Prompts, spec: LayerSpec
+    ) -> torch.Tensor:  # fmt: skip
+        """[num_tokens, num_heads, value_dim] of prompt rows, over keys and values made of their latents."""
+        rank = up.shape[2]
+        latents = cache.index_select(0, at.slots)
+        expanded = F.linear(latents[:, :rank], up.reshape(-1, rank)).view(len(latents), spec.num_heads, -1)
+        return self._expanded.expanded_attention(
+            query, expanded, latents[:, rank:], at.query_starts, at.kv_starts, spec.value_dim, spec.scale
+        )
 
     def _absorbed(
         self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, spec: LayerSpec,
@@ -298,27 +310,3 @@ def _flash(
         query, key, value, query_starts, kv_starts, *longest, 0.0, True, False, scale=spec.scale
     )[0]
     return out[..., : spec.value_dim]
-
-
-def _expanded(
-    query: torch.Tensor, up: torch.Tensor, cache: torch.Tensor, at: Prompts, spec: LayerSpec
-) -> torch.Tensor:  # fmt: skip
-    """[num_tokens, num_heads, value_dim] of prompt rows, over keys and values made of their latents."""
-    rank, nope_dim = up.shape[2], up.shape[1] - spec.value_dim
-    latents = cache.index_select(0, at.slots)
-    expanded = F.linear(latents[:, :rank], up.reshape(-1, rank)).view(len(latents), spec.num_heads, -1)
-    shared = latents[:, None, rank:].expand(-1, spec.num_heads, -1)
-    key, value = torch.cat((expanded[..., :nope_dim], shared), dim=-1), expanded[..., nope_dim:]
-    if _flash_takes(query.dtype, spec):
-        return _flash(spec, query, key, value, at.query_starts, at.kv_starts, _longest(at))
-    outs, begin, first = [], 0, 0
-    # Without FlashAttention row by row; lengths are the host's, so nothing waits.
-    for query_len, kv_len in at.lengths:
-        q, k, v = (
-            each.transpose(0, 1)[None]
-            for each in (query[begin : begin + query_len], key[first : first + kv_len], value[first : first + kv_len])
-        )
-        seen = torch.ones(query_len, kv_len, dtype=torch.bool, device=query.device).tril(kv_len - query_len)
-        outs.append(attention.attend(q, k, v, seen, spec.scale)[0].transpose(0, 1))
-        begin, first = begin + query_len, first + kv_len
-    return torch.cat(outs)

@@ -34,7 +34,7 @@ from kpolicy.serving.gpu.splits import (
 )  # fmt: skip
 from kpolicy.serving.rows import RowTensors
 
-__all__ = ["paged_attention", "write_kv"]
+__all__ = ["LOG2_E", "paged_attention", "row_of", "write_kv"]
 
 LOG2_E = 1.4426950408889634
 DECODE_BLOCK_N = 64
@@ -195,7 +195,7 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, q_ptr, k_ptr, v_pt
 
 
 @triton.jit
-def _row_of(starts_ptr, tile, num_reqs, BLOCK_M: tl.constexpr):
+def row_of(starts_ptr, tile, num_reqs, BLOCK_M: tl.constexpr):
     """The row that a tile of query tokens belongs to: row r's tiles begin at starts[r] // BLOCK_M + r."""
     low = 0
     high = num_reqs
@@ -257,7 +257,7 @@ def _prefill(out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr, scal
              PRECISION: tl.constexpr):  # fmt: skip
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    row = _row_of(starts_ptr, tile, num_reqs, BLOCK_M).to(tl.int64)
+    row = row_of(starts_ptr, tile, num_reqs, BLOCK_M).to(tl.int64)
     start = tl.load(starts_ptr + row)
     query_len = tl.load(starts_ptr + row + 1) - start
     first = (tile - (start // BLOCK_M + row)) * BLOCK_M
