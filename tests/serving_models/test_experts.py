@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ from kpolicy.serving.load import load  # noqa: E402
 from kpolicy.serving.plain_kernels import PlainKernels  # noqa: E402
 from tests.serving_models.families import FAMILIES  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EXPERTS = ["deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe"]
 
 
@@ -119,53 +115,3 @@ def test_a_user_who_chose_an_implementation_keeps_it() -> None:
     hf.set_experts_implementation("eager")
     assert not take_experts(hf, plain_experts)
     assert hf.config._experts_implementation == "eager"
-
-
-@pytest.mark.skipif(INTERPRETED, reason="it is this process")
-def test_in_the_interpreter() -> None:
-    """The tests below pass there, in a process of their own, as it must be chosen before Triton is imported."""
-    triton = pytest.importorskip("triton")
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip("Triton before 3.6, whose interpreter fails on newer numpy's scalars (3.2)")
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "kernels_"]
-    ran = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-1000:]
-
-
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
-SHAPES = [(1, 6, 64), (37, 6, 64), (300, 2, 4), (5, 8, 128), (513, 6, 20)]
-
-
-@interpreted
-@pytest.mark.parametrize(("num_tokens", "chosen", "num_experts"), SHAPES)
-def test_kernels_order_copies_as_a_stable_sort(num_tokens: int, chosen: int, num_experts: int) -> None:
-    from kpolicy.serving.gpu.experts import route
-
-    ids = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(1)).topk(chosen).indices
-    token, place, end = route(ids, num_experts)
-    order = ids.flatten().sort(stable=True).indices
-    assert torch.equal(token.long(), order // chosen)
-    assert torch.equal(order[place.long()], torch.arange(num_tokens * chosen))
-    assert torch.equal(end.long(), torch.bincount(ids.flatten(), minlength=num_experts).cumsum(0))
-
-
-@interpreted
-@pytest.mark.parametrize(("num_tokens", "chosen", "num_experts"), SHAPES)
-@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
-def test_kernels_are_near_the_plain_experts(
-    num_tokens: int, chosen: int, num_experts: int, integers: torch.dtype
-) -> None:
-    from kpolicy.serving.gpu.experts import gated_experts
-
-    made = torch.Generator().manual_seed(2)
-    ids = torch.rand(num_tokens, num_experts, generator=made).topk(chosen).indices.to(integers)
-    hidden = torch.randn(num_tokens, 64, generator=made).bfloat16()
-    weights = torch.rand(num_tokens, chosen, generator=made)
-    gate_up = torch.randn(num_experts, 2 * 40, 64, generator=made).bfloat16() / 8
-    down = torch.randn(num_experts, 64, 40, generator=made).bfloat16() / 6
-    found = gated_experts(hidden, ids, weights, gate_up, down).float()
-    wanted = plain_experts(hidden, ids, weights, gate_up, down).float()
-    assert float((found - wanted).norm() / wanted.norm()) < 0.01

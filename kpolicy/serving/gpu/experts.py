@@ -16,7 +16,7 @@ from kpolicy.serving.gpu.launch import launch
 
 __all__ = ["combine", "gate", "gated_experts", "route"]
 
-ROUTE_BLOCK = 1024
+ROUTE_BLOCK = 4096
 """Copies that a program of an expert looks at together"""
 WIDTH = 2048
 """Values of a row that a program has, at most"""
@@ -57,7 +57,8 @@ def route(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.
     token, place, end = (
         torch.empty(size, dtype=torch.int32, device=device) for size in (count, count, num_experts)
     )  # fmt: skip
-    launch(_route_copies, (num_experts, 1, 1), (experts, token, place, end), (experts.shape[1], ROUTE_BLOCK), (count,))
+    launch(_route_copies, (num_experts, 1, 1), (experts, token, place, end), (experts.shape[1], ROUTE_BLOCK), (count,),
+           num_warps=8)  # fmt: skip
     return token, place, end
 
 

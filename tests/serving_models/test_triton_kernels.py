@@ -1,0 +1,97 @@
+"""Triton kernels of experts and of MLA's prompts, in Triton's interpreter, which cuts bf16 off where a GPU rounds.
+
+The interpreter must be chosen before Triton is imported, so these tests run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+    pytest.skip("Triton before 3.6, whose interpreter fails on newer numpy's scalars (3.2)", allow_module_level=True)
+
+from tests.serving_models.test_experts import plain_experts  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Triton 3.6 converts arrays of one element, which numpy will refuse.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+SHAPES = [(1, 6, 64), (37, 6, 64), (300, 2, 4), (5, 8, 128), (900, 6, 20)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it is this process")
+def test_in_the_interpreter() -> None:
+    """The tests below pass there."""
+    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-p", "no:xdist"]
+    ran = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-1000:]
+
+
+@interpreted
+@pytest.mark.parametrize(("num_tokens", "chosen", "num_experts"), SHAPES)
+def test_copies_are_ordered_as_by_a_stable_sort(num_tokens: int, chosen: int, num_experts: int) -> None:
+    from kpolicy.serving.gpu.experts import route
+
+    ids = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(1)).topk(chosen).indices
+    token, place, end = route(ids, num_experts)
+    order = ids.flatten().sort(stable=True).indices
+    assert torch.equal(token.long(), order // chosen)
+    assert torch.equal(order[place.long()], torch.arange(num_tokens * chosen))
+    assert torch.equal(end.long(), torch.bincount(ids.flatten(), minlength=num_experts).cumsum(0))
+
+
+@interpreted
+@pytest.mark.parametrize(("num_tokens", "chosen", "num_experts"), SHAPES)
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_experts_are_near_plain_ones(num_tokens: int, chosen: int, num_experts: int, integers: torch.dtype) -> None:
+    from kpolicy.serving.gpu.experts import gated_experts
+
+    made = torch.Generator().manual_seed(2)
+    ids = torch.rand(num_tokens, num_experts, generator=made).topk(chosen).indices.to(integers)
+    hidden = torch.randn(num_tokens, 64, generator=made).bfloat16()
+    weights = torch.rand(num_tokens, chosen, generator=made)
+    gate_up = torch.randn(num_experts, 2 * 40, 64, generator=made).bfloat16() / 8
+    down = torch.randn(num_experts, 64, 40, generator=made).bfloat16() / 6
+    found = gated_experts(hidden, ids, weights, gate_up, down).float()
+    wanted = plain_experts(hidden, ids, weights, gate_up, down).float()
+    assert float((found - wanted).norm() / wanted.norm()) < 0.01
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "nope", "rope", "value"), [(2, 32, 16, 32), (3, 16, 8, 12), (2, 128, 64, 128)])
+@pytest.mark.parametrize("lengths", [[(5, 5)], [(130, 130), (3, 70), (64, 200)], [(1, 300), (77, 77)]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_expanded_prompts_are_as_over_whole_keys(
+    heads: int, nope: int, rope: int, value: int, lengths: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """Causal from the end, each row over its own keys alone: others' are something else each time."""
+    from kpolicy.serving.gpu.expanded import expanded_attention
+
+    made = torch.Generator().manual_seed(3)
+    queries, kvs = zip(*lengths, strict=True)
+    q_starts, kv_starts = ([0, *itertools.accumulate(each)] for each in (queries, kvs))
+    query = torch.randn(q_starts[-1], heads, nope + rope, generator=made).to(dtype)
+    expanded = torch.randn(kv_starts[-1], heads, nope + value, generator=made).to(dtype)
+    roped = torch.randn(kv_starts[-1], 24 + rope, generator=made).to(dtype)[:, 24:]
+    starts = [torch.tensor(each, dtype=torch.int32) for each in (q_starts, kv_starts)]
+    for row, (query_len, kv_len) in enumerate(lengths):
+        mine, keys = (slice(each[row], each[row + 1]) for each in (q_starts, kv_starts))
+        only_keys, only_roped = (torch.full_like(each, 50.0) for each in (expanded, roped))
+        only_keys[keys], only_roped[keys] = expanded[keys], roped[keys]
+        found = expanded_attention(query, only_keys, only_roped, *starts, value, 0.1)[mine].float()
+        key = torch.cat((expanded[keys][..., :nope], roped[keys][:, None].expand(-1, heads, -1)), dim=-1).float()
+        scores = torch.einsum("qhd,khd->hqk", query[mine].float(), key) * 0.1
+        seen = torch.ones(query_len, kv_len, dtype=torch.bool).tril(kv_len - query_len)
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        wanted = torch.einsum("hqk,khd->qhd", weights, expanded[keys][..., nope:].float())
+        assert float((found - wanted).norm() / wanted.norm()) < (1e-5 if dtype == torch.float32 else 5e-3)
