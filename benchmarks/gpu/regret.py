@@ -69,6 +69,8 @@ FIXED = ("eager", "full", "piecewise", "full_and_piecewise", "split")
 FIRST_ROUNDS, ROUNDS = 3, 11
 MOST_ROUNDS, UNSURE = 40, 0.02
 """Rounds of a shape whose noise floor is above the limit, and that limit"""
+UNSETTLED = 0.04
+"""Between a cell's two halves of samples, beyond which its shape is measured for all rounds"""
 SURE_ROUNDS, SURER_ROUNDS = 8, 6
 """Rounds of a shape whose noise floor is within half of the limit, and of one where it is within a quarter"""
 FAR = 2.5
@@ -310,8 +312,9 @@ def measure(
     for done in range(MOST_ROUNDS):
         if done >= SURER_ROUNDS and done % 2 == 0:
             gaps = [[us / _steps(decision) for us in times[name]] for name, decision in cells.items()]
-            limit = _limit(done)
-            if not _unsure([times[name] for name in cells], limit) and not _unsure(gaps, limit):
+            limit, whole = _limit(done), [times[name] for name in cells]
+            unsettled = done < FIRST_ROUNDS + ROUNDS and _unsettled(whole)
+            if not unsettled and not _unsure(whole, limit) and not _unsure(gaps, limit):
                 break
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
         # A cycle beyond this is no way to run a step with prompts, however short its gap.
@@ -351,6 +354,13 @@ def _limit(rounds: int) -> float:
     if rounds < SURE_ROUNDS:
         return UNSURE / 4
     return UNSURE if rounds >= FIRST_ROUNDS + ROUNDS else UNSURE / 2
+
+
+def _unsettled(cells: Sequence[Sequence[float]]) -> bool:
+    """Whether a cell's two halves of samples are that far apart; cells given up don't count."""
+    kept = [each for each in cells if len(each) > FIRST_ROUNDS]
+    halves = ((statistics.median(each[0::2]), statistics.median(each[1::2])) for each in kept)
+    return any(max(half) > (1 + UNSETTLED) * min(half) for half in halves)
 
 
 def _unsure(cells: Sequence[Sequence[float]], limit: float = UNSURE) -> bool:
