@@ -15,7 +15,7 @@ from kpolicy.decision import Decision
 from kpolicy.errors import RegistryError
 from kpolicy.executors.base import StepInputs, StepOutputs, new_outputs
 from kpolicy.executors.device import DeviceAdapter, DeviceEvent, Span
-from kpolicy.executors.joined_rows import new_joined
+from kpolicy.executors.joined_rows import NO_SPARE, new_joined
 from kpolicy.executors.launch_rows import decode_places, launch_rows
 from kpolicy.executors.parts import (
     EventSpan,
@@ -61,8 +61,8 @@ class FullStep:
 
     __slots__ = (
         "_adapter", "_decision", "_fronts", "_handle", "_heads_tokens", "_joined_fronts", "_launch", "_model",
-        "_most_reqs", "_most_tokens", "_samples", "_session", "_settle", "_shape", "_span", "_stage", "_stage_decodes",
-        "_unfinished",
+        "_most_reqs", "_most_tokens", "_samples", "_session", "_settle", "_shape", "_span", "_spare", "_stage",
+        "_stage_decodes", "_unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +79,7 @@ class FullStep:
         self._fronts = handle.fronts
         self._samples = handle.samples
         self._joined_fronts = handle.joined_fronts
+        self._spare = handle.spare
         self._model = model
         self._adapter = adapter
         self._session = adapter.session
@@ -120,8 +121,12 @@ class FullStep:
                     else:
                         self._launch()
                         if self._samples and not sampled:
-                            copy, layout, places = self._joined_fronts.get(count) or self._handle.joined_front(count)
-                            joined = copy()
+                            front, layout, places = self._joined_fronts.get(count) or self._handle.joined_front(count)
+                            kept, joined = self._spare.pop() if self._spare else NO_SPARE
+                            if kept is layout:
+                                joined.copy_(front)
+                            else:
+                                joined = front.clone()
                         else:
                             logits, places = self._fronts.get(count) or self._handle.front(count)
                             logits = logits.clone()
@@ -130,7 +135,7 @@ class FullStep:
                 outputs: OutputRows
                 if joined is not None:
                     outputs = own = new_joined()
-                    own.joined, own.layout = joined, layout
+                    own.joined, own.layout, own.spare = joined, layout, self._spare
                 else:
                     outputs = new_outputs_of()
                     outputs.logits, outputs.tokens = logits, []

@@ -1,14 +1,18 @@
-"""`JoinedRows`: outputs of a graph that samples, which came in one copy and are told apart when somebody reads them."""
+"""`JoinedRows`: outputs of a graph that samples, which came in one copy and are told apart when somebody reads them.
+
+Most steps' outputs are read as tokens alone and let go. Nobody has their memory then, and the next step copies there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from sys import getrefcount
 from typing import Any, NamedTuple
 
 from kpolicy.executors.parts import OutputRows
 
-__all__ = ["JoinedLayout", "JoinedRows", "new_joined"]
+__all__ = ["NO_SPARE", "JoinedLayout", "JoinedRows", "Spare", "new_joined"]
 
 Tensor = Any
 
@@ -22,31 +26,58 @@ class JoinedLayout(NamedTuple):
     logits_dtype: Any
 
 
+Spare = tuple[JoinedLayout | None, Tensor]
+"""A copy that nobody reads any more, and how it lies there"""
+NO_SPARE: Spare = (None, None)
+MOST_SPARE = 2
+"""Copies that a graph keeps: one is read while the next is made"""
+
+
 class JoinedRows(OutputRows):
     """`OutputRows` whose `tokens` and `logits` are made when somebody asks: the host has time then.
 
     Attributes:
         joined: the bytes of both, a copy of the graph's.
         layout: how they lie there.
+        spare: takes the copy when these outputs go, unless somebody was given a view of it.
     """
 
-    __slots__ = ("joined", "layout")
+    __slots__ = ("joined", "layout", "spare")
 
     joined: Tensor
     layout: JoinedLayout
+    spare: list[Spare] | None
+
+    def __del__(self) -> None:
+        # Whoever else has the copy itself, such as a copy of this object, keeps it.
+        if self.spare is not None and len(self.spare) < MOST_SPARE and getrefcount(self.joined) == _ALONE:
+            self.spare.append((self.layout, self.joined))
+
+    def host_tokens(self, step: int) -> list[int]:
+        self.ready.wait()
+        found: list[int] = [self._tokens()][step].tolist() if self.num_rows else []
+        return found
+
+    def _tokens(self) -> Tensor:
+        tokens = self.joined[: self.layout.num_rows * self.layout.tokens_dtype.itemsize]
+        return tokens.view(self.layout.tokens_dtype)
 
     def __getattr__(self, name: str) -> Any:
         # Only asked for what isn't there yet.
         if name == "tokens":
-            tokens = self.joined[: self.layout.num_rows * self.layout.tokens_dtype.itemsize]
-            self.tokens = [tokens.view(self.layout.tokens_dtype)]
+            self.spare = None
+            self.tokens = [self._tokens()]
             return self.tokens
         if name == "logits":
+            self.spare = None
             logits = self.joined[self.layout.logits_at :].view(self.layout.logits_dtype)
             self.logits = logits.view(self.layout.num_rows, -1)
             return self.logits
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
+
+_ALONE = 2
+"""References to a copy that `getrefcount` finds where its outputs have the only one: theirs, and that of the call"""
 
 new_joined: Callable[[], JoinedRows] = partial(object.__new__, JoinedRows)
 """Makes them empty, as `new_outputs_of` does"""

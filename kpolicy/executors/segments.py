@@ -25,7 +25,7 @@ from kpolicy.errors import CaptureError
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.buffers import PaddedShape, StepBuffers
 from kpolicy.executors.device import DeviceAdapter, Span
-from kpolicy.executors.joined_rows import JoinedLayout
+from kpolicy.executors.joined_rows import JoinedLayout, Spare
 from kpolicy.executors.launch_rows import LaunchRows
 from kpolicy.executors.step_model import AttentionCall, RowLayout, StepContext, StepModel, StepTensors, running
 from kpolicy.executors.unmarked import GuardedTensors
@@ -163,8 +163,9 @@ class FullGraph:
         launch: replays it.
         fronts: the first rows of its logits and their places, by how many they are; `front` makes them.
         samples: whether it also samples greedily.
-        joined_fronts: where it does, what copies the first rows of tokens and logits, how they lie there and their
-            places; `joined_front` makes them.
+        joined_fronts: where it does, the first rows of tokens and logits, how they lie in a copy and their places;
+            `joined_front` makes them.
+        spare: memory for such copies that nobody reads any more.
     """
 
     def __init__(
@@ -184,7 +185,8 @@ class FullGraph:
         self.fronts: dict[int, tuple[Tensor, range]] = {}
         self.samples = joined is not None
         self._joined = joined
-        self.joined_fronts: dict[int, tuple[Callable[[], Tensor], JoinedLayout, range]] = {}
+        self.joined_fronts: dict[int, tuple[Tensor, JoinedLayout, range]] = {}
+        self.spare: list[Spare] = []
         self.num_bytes: int = graph.num_bytes
         self.held = buffers.tensors(shape)
         """What the graph reads: it must not go before the graph"""
@@ -211,14 +213,14 @@ class FullGraph:
         """What stages steps of decodes in fewer calls than its buffers; see `StepBuffers.decode_stager`."""
         return self.buffers.decode_stager(self.shape) if self.head is HeadRows.TOKENS else None
 
-    def joined_front(self, count: int) -> tuple[Callable[[], Tensor], JoinedLayout, range]:
-        """What copies the first rows of tokens and logits, how they lie in the copy, and their places."""
+    def joined_front(self, count: int) -> tuple[Tensor, JoinedLayout, range]:
+        """The first rows of tokens and logits as they are, how they lie in a copy, and their places."""
         joined = self._joined
         assert joined is not None  # noqa: S101 - asked for where the graph samples
         whole, at, num_tokens = joined.whole, joined.logits_at, self.shape.num_tokens
         layout = JoinedLayout(count, at, joined.tokens_dtype, joined.logits_dtype)
-        copy = whole[: at + (len(whole) - at) // num_tokens * count].clone
-        front = self.joined_fronts[count] = copy, layout, range(count)
+        rows = whole[: at + (len(whole) - at) // num_tokens * count]
+        front = self.joined_fronts[count] = rows, layout, range(count)
         return front
 
 
