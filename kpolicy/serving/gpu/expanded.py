@@ -140,7 +140,7 @@ def _plan(
     """(query tokens of a tile, warps, stages, compile-time arguments)."""
     padded = tuple(max(16, triton.next_power_of_2(each)) for each in (nope_dim, rope_dim, value_dim))
     wide = dtype == torch.float32 or sum(padded) > 320
-    block_m, block_n, num_warps, num_stages = (32, 32, 4, 2) if wide else (128, 64, 8, 3)
+    block_m, block_n, num_warps, num_stages = (32, 32, 4, 2) if wide else (128, 64, 8, 2)
     precision = "ieee" if dtype == torch.float32 else "tf32"
     constants = (num_heads, nope_dim, rope_dim, value_dim, *padded, block_m, block_n, precision)
     return block_m, num_warps, num_stages, constants
