@@ -553,6 +553,36 @@ def test_how_to_read_regret_is_told_as_it_came_out() -> None:
     } == {("qwen05b", "conversation", 1.0, 1), ("llama8b", "code", 6.0, 1)}
 
 
+def test_the_most_over_an_oracle_without_the_bound_is_told() -> None:
+    """At p99, of each model, and that the other choice is late there."""
+    words = " ".join("\n".join(DOC).split())
+    most = {
+        (model, objective): max(
+            (row["p99_regret_unbounded"], f"{row['trace']} x{row['rate']:g}/") for row in regret()
+            if (row["model"], row["objective"], row["policy"]) == (model, objective, policy)
+        )
+        for model in NOW for objective, policy in measured_regret.AUTO.items()
+    }  # fmt: skip
+    steps, gaps = ([f"{100 * most[model, how][0]:.0f}" for model in NOW] for how in measured_regret.AUTO)
+    assert (
+        f"it is up to {steps[0]}% on Qwen2.5-0.5B, {steps[1]}% on DeepSeek-V2-Lite, {steps[2]}% on Llama-3.2-1B and "
+        f"{steps[3]}% on Llama-3.1-8B, of gaps {', '.join(gaps[:3])} and {gaps[3]}%: in each of these shapes the other "
+        "choice is eight decode steps beside a prompt, beyond the bound, of three samples."
+    ) in words
+    for (model, objective), (worst, load) in most.items():
+        over = []
+        for key, shape in raw(model)["cells"].items():
+            if key.startswith(load):
+                scores = measured_regret._scores(shape, objective)
+                pick = shape["picks"][measured_regret.AUTO[objective]]
+                over.append((scores.us[pick] / scores.us[scores.unbounded] - 1, shape, scores))
+        lost, shape, scores = max(over, key=lambda each: each[0])
+        assert lost == pytest.approx(worst, abs=1e-5)
+        assert "@0x8+prefill:" in scores.unbounded
+        assert scores.unbounded in scores.late
+        assert len(shape["cells"][scores.unbounded]["us"]) == 3
+
+
 def test_the_run_before_is_told_as_it_came_out() -> None:
     """Of the raw cells that stay: the one shape that was over, and what was better."""
     words = " ".join("\n".join(DOC).split())
