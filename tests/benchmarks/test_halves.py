@@ -102,7 +102,7 @@ def test_the_page_has_what_calibration_found() -> None:
     """Its pairs beside the middle of the shapes, and how far off cells are by them."""
     page = (ROOT / "docs" / "measured_gpu.md").read_text(encoding="utf-8")
     longer = {}
-    for model in ("qwen05b", "dsv2lite", "llama8b"):
+    for model in NAMES:
         costs = load_profile(ROOT / f"benchmarks/results/h200/raw/profile_regret_{model}.json").costs
         mine = [each for each in RESULT["fits"] if each["model"] == model]
         (usual,) = [each for each in RESULT["one_pair"] if each["model"] == model]
@@ -118,10 +118,10 @@ def test_the_page_has_what_calibration_found() -> None:
         cells += [f"{fmean(map(abs, off[kind])):.1%}" for kind in (True, False)]
         assert "| " + " | ".join(cells) + " |" in page
         longer[model] = f"{-fmean(off[True]):.1%}"
-    small, mixture, large = longer.values()
+    small, mixture, dense, large = longer.values()
     assert (
-        f"Cells of long prompts are {small} (0.5B), {mixture} (DeepSeek-V2-Lite) and {large} (8B) longer in the mean "
-        "than told so."
+        f"Cells of long prompts are {small} (0.5B), {mixture} (DeepSeek-V2-Lite), {dense} (1B) and {large} (8B) longer "
+        "in the mean than told so."
     ) in page
 
 
@@ -147,12 +147,13 @@ def test_the_page_has_the_result() -> None:
         {model: each[f"{kind}_error"] for model, each in pairs.items()}
         for kind in ("long_one_pair", "long_one_speed", "short_one_pair", "short_one_speed")
     )
-    small = short.pop("qwen05b"), short_one.pop("qwen05b")
+    small, dense = short["qwen05b"], short["llama1b"]
     spans = [f"{min(each.values()):.1%} to {max(each.values()):.1%}" for each in (long, long_one, short, short_one)]
     spans = [each.replace("% to", " to") for each in spans]
     assert f"cells of long prompts are off by {spans[0]} in the mean, where one number for both has {spans[1]};" in text
-    assert f"those of shorter ones by {spans[2]}, where that has {spans[3]}, but for" in text
-    assert f"Qwen2.5-0.5B: {small[0]:.1%}, where it has {small[1]:.1%}**" in text
+    assert f"**those of shorter ones by {spans[2]}, where that has {spans[3]}**" in text
+    assert f"most on Qwen2.5-0.5B and Llama-3.2-1B ({100 * small:.1f} and {dense:.1%})" in text
+    assert {*sorted(short, key=short.__getitem__)[2:]} == {"qwen05b", "llama1b"}
     waits = [each["over_at_once"] for each in RESULT["waits"]]
     assert f"took {min(waits):.3f} to {max(waits):.3f} times as long as the same at once in {len(waits)} cells" in text
     before = [
