@@ -95,3 +95,26 @@ def test_expanded_prompts_are_as_over_whole_keys(
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         wanted = torch.einsum("hqk,khd->qhd", weights, expanded[keys][..., nope:].float())
         assert float((found - wanted).norm() / wanted.norm()) < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("shared", "dtype", "dims", "tile"),
+    [
+        (227, torch.bfloat16, (128, 64, 128), (128, 64, 2)),
+        (163, torch.bfloat16, (128, 64, 128), (128, 64, 2)),
+        (99, torch.bfloat16, (128, 64, 128), (64, 32, 2)),
+        (227, torch.bfloat16, (192, 64, 256), (32, 32, 1)),
+        (99, torch.float32, (128, 64, 128), (32, 32, 1)),
+        (227, torch.float32, (128, 64, 128), (32, 32, 2)),
+    ],
+)
+def test_tiles_fit_a_processors_shared_memory(
+    shared: int, dtype: torch.dtype, dims: tuple[int, int, int], tile: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """KiB a program may have: an H200's, an A100's, an RTX 4090's."""
+    from kpolicy.serving.gpu import expanded
+
+    monkeypatch.setattr(expanded, "_shared_bytes", lambda _: shared << 10)
+    block_m, _, num_stages, constants = expanded._plan.__wrapped__(16, *dims, dtype, torch.device("cpu"))
+    assert (block_m, constants[8], num_stages) == tile

@@ -122,7 +122,9 @@ def expanded_attention(
     num_tokens, num_heads, _ = query.shape
     num_rows = query_starts.shape[0] - 1
     nope_dim, rope_dim = expanded.shape[2] - value_dim, rope.shape[1]
-    block_m, num_warps, num_stages, constants = _plan(num_heads, nope_dim, rope_dim, value_dim, query.dtype)
+    block_m, num_warps, num_stages, constants = _plan(
+        num_heads, nope_dim, rope_dim, value_dim, query.dtype, query.device
+    )  # fmt: skip
     out = query.new_empty(num_tokens, num_heads, value_dim)
     launch(
         _expanded_prefill, (num_heads, num_tokens // block_m + num_rows, 1),
@@ -133,14 +135,43 @@ def expanded_attention(
     return out
 
 
+TILES = {
+    False: ((128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+    True: ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+}
+"""Query tokens and keys of a tile, warps and stages, of half precision and of float32, the largest first.
+
+Half precision's first was the quickest of eight on an H200 (`docs/measured_gpu.md`); what a processor with less shared
+memory takes is unverified on hardware.
+"""
+MOST_RESULTS = 64
+"""Registers of a thread for results; a quarter of what there are"""
+
+
 @functools.lru_cache(maxsize=64)
 def _plan(
-    num_heads: int, nope_dim: int, rope_dim: int, value_dim: int, dtype: torch.dtype
+    num_heads: int, nope_dim: int, rope_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, int, int, tuple[object, ...]]:
-    """(query tokens of a tile, warps, stages, compile-time arguments)."""
-    padded = tuple(max(16, triton.next_power_of_2(each)) for each in (nope_dim, rope_dim, value_dim))
-    wide = dtype == torch.float32 or sum(padded) > 320
-    block_m, block_n, num_warps, num_stages = (32, 32, 4, 2) if wide else (128, 64, 8, 2)
+    """(query tokens of a tile, warps, stages, compile-time arguments): the first of `TILES` that fits a processor."""
+    nope, rope, value = (max(16, triton.next_power_of_2(each)) for each in (nope_dim, rope_dim, value_dim))
+    most, tiles = _shared_bytes(device) // dtype.itemsize, TILES[dtype == torch.float32]
+    # Queries, and so many stages of keys and values; and a thread's share of the results in registers.
+    fits = (
+        (block_m, block_n, num_warps, num_stages)
+        for block_m, block_n, num_warps, num_stages in tiles
+        if block_m * (nope + rope) + num_stages * block_n * (nope + rope + value) <= most
+        and block_m * value <= num_warps * 32 * MOST_RESULTS
+    )
+    block_m, block_n, num_warps, num_stages = next(fits, tiles[-1])
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    constants = (num_heads, nope_dim, rope_dim, value_dim, *padded, block_m, block_n, precision)
+    constants = (num_heads, nope_dim, rope_dim, value_dim, nope, rope, value, block_m, block_n, precision)
     return block_m, num_warps, num_stages, constants
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have, as Triton counts it; a Hopper's where there is no CUDA device."""
+    if device.type != "cuda":
+        return 227 << 10
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return int(properties["max_shared_mem"])
