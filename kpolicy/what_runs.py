@@ -42,7 +42,7 @@ class WhatRuns(NamedTuple):
 
     def _unlike_shape(self, here: WhatRuns) -> str:
         """How a model of the same name has another shape, by all that both say."""
-        theirs, ours = self.model_shape, here.model_shape
+        theirs, ours = (_said(each.model_shape) for each in (self, here))
         unlike = [name for name in theirs if name in ours and theirs[name] != ours[name]]
         if not unlike:
             return ""
@@ -50,5 +50,12 @@ class WhatRuns(NamedTuple):
         return f"measured with {self.model} of {first}, and this has {other}"
 
 
+def _said(shape: Mapping[str, int | str]) -> dict[str, int | str]:
+    """A shape with what went without saying when it was written."""
+    return {name: value for of, name, value in _BEFORE if of in shape} | dict(shape)
+
+
+_BEFORE = (("experts", "expert_kernels", "transformers"), ("latent_rank", "latent_prompts", "flash"))
+"""Kernels that models with such a field had while shapes didn't name them, until 2026-11-28"""
 _NAMES = 3
 """Fields of `WhatRuns` that `measured` has words for"""

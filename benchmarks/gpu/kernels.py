@@ -37,7 +37,8 @@ from kpolicy.heap import frozen_heap
 FAMILIES = {
     # `kpolicy.serving.gpu`'s own are among these and attention's; Triton names them as their functions.
     "experts": r"group(ed)?_?(gemm|mm)|GroupProblemShape|moe|^_(route_copies|silu_times|weighted_sum)$",
-    "attention": r"^_(decode|prefill|attend|combine|write)$|flash_(fwd|bwd)|fmha|BatchPrefill|BatchDecode|attention",
+    "attention": r"^_(decode|(expanded_)?prefill|attend|combine|write)$"
+    r"|flash_(fwd|bwd)|fmha|BatchPrefill|BatchDecode|attention",
     "matrix products": r"gemm|gemv|dot_kernel|nvjet|cutlass|matmul|splitK|aten::(mm|bmm|addmm|linear)",
     "sorting and gathering": r"sort|scatter|gather|index_|_index|bincount|histogram|cumsum|scan|topk|searchsorted",
     "copies": r"memcpy|memset|copy|CatArray|aten::cat",
@@ -128,7 +129,12 @@ def main(argv: list[str] | None = None) -> int:
                        max_num_reqs=settings.max_num_reqs)  # fmt: skip
     if options.their_experts:
         model.hf.set_experts_implementation(THEIRS)
-    results.data["expert_kernels"] = model.model_shape.get("expert_kernels", "transformers")
+    experts = model.model_shape.get("expert_kernels")
+    if results.cells and results.data.get("expert_kernels") != experts:
+        sys.exit(
+            f"{options.out} is of experts on {results.data.get('expert_kernels')!r}, not {experts!r}; give another"
+        )
+    results.data["expert_kernels"] = experts
     results.data["host_noise"] = host_noise(0.1 if tiny else 2.0)
     with torch.no_grad(), frozen_heap():
         executor, registry = opened(model)

@@ -70,7 +70,7 @@ FIRST_ROUNDS, ROUNDS = 3, 11
 MOST_ROUNDS, UNSURE = 40, 0.02
 """Rounds of a shape whose noise floor is above the limit, and that limit"""
 UNSETTLED = 0.04
-"""Between a cell's two halves of samples, beyond which its shape is measured for all rounds"""
+"""Between two halves of a cell that isn't given up, beyond which its shape gets `FIRST_ROUNDS` + `ROUNDS` rounds"""
 SURE_ROUNDS, SURER_ROUNDS = 8, 6
 """Rounds of a shape whose noise floor is within half of the limit, and of one where it is within a quarter"""
 FAR = 2.5
@@ -313,7 +313,8 @@ def measure(
         if done >= SURER_ROUNDS and done % 2 == 0:
             gaps = [[us / _steps(decision) for us in times[name]] for name, decision in cells.items()]
             limit, whole = _limit(done), [times[name] for name in cells]
-            unsettled = done < FIRST_ROUNDS + ROUNDS and _unsettled(whole)
+            run_now = [each for each in whole if len(each) == done]
+            unsettled = done < FIRST_ROUNDS + ROUNDS and _unsettled(run_now)
             if not unsettled and not _unsure(whole, limit) and not _unsure(gaps, limit):
                 break
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
@@ -357,9 +358,8 @@ def _limit(rounds: int) -> float:
 
 
 def _unsettled(cells: Sequence[Sequence[float]]) -> bool:
-    """Whether a cell's two halves of samples are that far apart; cells given up don't count."""
-    kept = [each for each in cells if len(each) > FIRST_ROUNDS]
-    halves = ((statistics.median(each[0::2]), statistics.median(each[1::2])) for each in kept)
+    """Whether a cell's two halves of samples are that far apart."""
+    halves = ((statistics.median(each[0::2]), statistics.median(each[1::2])) for each in cells)
     return any(max(half) > (1 + UNSETTLED) * min(half) for half in halves)
 
 

@@ -37,9 +37,9 @@ class JoinedRows(OutputRows):
     """`OutputRows` whose `tokens` and `logits` are made when somebody asks: the host has time then.
 
     Attributes:
-        joined: the bytes of both, a copy of the graph's.
+        joined: the bytes of both, a copy of the graph's; a view that somebody else makes of it may be written over.
         layout: how they lie there.
-        spare: takes the copy when these outputs go, unless somebody was given a view of it.
+        spare: takes the copy when these outputs go, unless `tokens` or `logits` gave a view of it; None for none.
     """
 
     __slots__ = ("joined", "layout", "spare")
@@ -48,14 +48,16 @@ class JoinedRows(OutputRows):
     layout: JoinedLayout
     spare: list[Spare] | None
 
-    def __del__(self) -> None:
+    def __del__(self, getrefcount: Callable[[Any], int] = getrefcount) -> None:
         # Whoever else has the copy itself, such as a copy of this object, keeps it.
         if self.spare is not None and len(self.spare) < MOST_SPARE and getrefcount(self.joined) == _ALONE:
             self.spare.append((self.layout, self.joined))
 
     def host_tokens(self, step: int) -> list[int]:
+        if step:
+            return super().host_tokens(step)
         self.ready.wait()
-        found: list[int] = [self._tokens()][step].tolist() if self.num_rows else []
+        found: list[int] = self._tokens().tolist() if self.num_rows else []
         return found
 
     def _tokens(self) -> Tensor:
@@ -64,6 +66,8 @@ class JoinedRows(OutputRows):
 
     def __getattr__(self, name: str) -> Any:
         # Only asked for what isn't there yet.
+        if name == "spare":
+            return None
         if name == "tokens":
             self.spare = None
             self.tokens = [self._tokens()]
@@ -76,8 +80,18 @@ class JoinedRows(OutputRows):
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
 
-_ALONE = 2
-"""References to a copy that `getrefcount` finds where its outputs have the only one: theirs, and that of the call"""
+class _Probe:
+    """Has one object, as outputs have their copy."""
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = object()
+
+
+_probe = _Probe()
+_ALONE = getrefcount(_probe.held)
+"""References to a copy that `getrefcount` finds where its outputs have the only one; 2 in CPython 3.11"""
 
 new_joined: Callable[[], JoinedRows] = partial(object.__new__, JoinedRows)
 """Makes them empty, as `new_outputs_of` does"""

@@ -12,25 +12,31 @@ from typing import Any
 
 import torch
 
-__all__ = ["EXPERTS_NAME", "THEIRS", "own_experts", "take_experts", "takes_ours"]
+__all__ = ["EXPERTS_NAME", "THEIRS", "THEIR_NAME", "own_experts", "take_experts", "takes_ours"]
 
 EXPERTS_NAME = "kpolicy"
 THEIRS = "grouped_mm"
 """What transformers takes where it can, and what these kernels compute"""
+THEIR_NAME = "transformers"
+"""Of transformers' own kernels, in a profile"""
 _NOTED = "kpolicy_experts"
 _OTHERS = ("is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
 """What a layer's experts may have that these kernels don't"""
 
 
-def take_experts(hf: Any, by: Callable[..., torch.Tensor]) -> bool:
+def take_experts(hf: Any, by: Callable[..., torch.Tensor] | None) -> bool:
     """Let `by` answer for a model's experts from now on, of the layers that it computes; whether there are any.
 
     Args:
-        hf: a causal LM of transformers.
-        by: as `kpolicy.serving.gpu.experts.gated_experts`.
+        hf: a causal LM of transformers, whose config may be another model's that was taken.
+        by: as `kpolicy.serving.gpu.experts.gated_experts`; None for transformers' own.
     """
+    if _implementation(hf) == EXPERTS_NAME:
+        hf.set_experts_implementation(THEIRS)
+    # What a quantized checkpoint has of other types answers through another interface.
+    quantized = getattr(hf.config, "quantization_config", None) is not None
     layers = [module for module in hf.modules() if _computed(module)]
-    if not layers or getattr(hf.config, "_experts_implementation", None) != THEIRS:
+    if by is None or quantized or not layers or _implementation(hf) != THEIRS:
         return False
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -41,20 +47,28 @@ def take_experts(hf: Any, by: Callable[..., torch.Tensor]) -> bool:
     return True
 
 
+def _implementation(hf: Any) -> str | None:
+    """By which of transformers' functions a model's experts run."""
+    found: str | None = getattr(hf.config, "_experts_implementation", None)
+    return found
+
+
 def takes_ours(hf: Any) -> bool:
-    """Whether `take_experts` took any layer of a model."""
-    return getattr(hf.config, "_experts_implementation", None) == EXPERTS_NAME
+    """Whether `take_experts` took any layer of a model, and its experts run so now."""
+    return _implementation(hf) == EXPERTS_NAME and any(_NOTED in vars(module) for module in hf.modules())
 
 
-def _answer(module: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _answer(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     """[num_tokens, size], as transformers calls it: of [num_tokens, size] and [num_tokens, chosen] each."""
     by: Callable[..., torch.Tensor] | None = vars(module).get(_NOTED)
     if by is not None:
-        return by(hidden, experts, weights, module.gate_up_proj, module.down_proj)
+        return by(hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     theirs: Callable[..., torch.Tensor] = ALL_EXPERTS_FUNCTIONS[THEIRS]
-    return theirs(module, hidden, experts, weights)
+    return theirs(module, hidden_states, top_k_index, top_k_weights)
 
 
 def _computed(module: Any) -> bool:

@@ -16,7 +16,7 @@ from kpolicy.errors import SupportError
 from kpolicy.executors.segments import BreakingStep
 from kpolicy.executors.step_model import StepContext, current_step, running
 from kpolicy.serving.checkpoint import load_tokenizer
-from kpolicy.serving.experts import EXPERTS_NAME, takes_ours
+from kpolicy.serving.experts import EXPERTS_NAME, THEIR_NAME, takes_ours
 from kpolicy.serving.head import Head
 from kpolicy.serving.kv_cache import LatentLayer, PagedLayer
 from kpolicy.serving.marks import answering, own_forward, take_latent
@@ -104,12 +104,14 @@ class LoadedModel:
     def model_shape(self) -> dict[str, int | str]:
         """What tells it from models of its `full_name`, of what its config and its first layer say."""
         spec, fields = self.layers[0].spec, Fields(read_config(self.config))
+        rank, experts = fields.get("kv_lora_rank"), fields.get(*_EXPERTS)
         found = {
             **identity(self.config), "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
-            "head_dim": spec.head_dim, "latent_rank": fields.get("kv_lora_rank"),
-            "intermediate_size": fields.get("intermediate_size"), "experts": fields.get(*_EXPERTS),
+            "head_dim": spec.head_dim, "latent_rank": rank,
+            "intermediate_size": fields.get("intermediate_size"), "experts": experts,
             "experts_per_token": fields.get(*_CHOSEN), "attention_kernels": self.layers[0].kernels.name,
-            "expert_kernels": EXPERTS_NAME if takes_ours(self.hf) else None,
+            "expert_kernels": experts and (EXPERTS_NAME if takes_ours(self.hf) else THEIR_NAME),
+            "latent_prompts": getattr(self.layers[0].kernels, "latent_prompts", None) if rank else None,
         }  # fmt: skip
         return {name: value for name, value in found.items() if type(value) in (int, str)}
 

@@ -90,8 +90,7 @@ def load(
     # The KV is written in place by steps, which inference tensors made here would forbid.
     with _current(at), torch.inference_mode(False):
         hf = _weights(config, folder, at, _dtype(dtype, config), seed)
-        if hasattr(attention, "experts"):
-            take_experts(hf, attention.experts)
+        take_experts(hf, getattr(attention, "experts", None))
         model = _over_kv(hf, kinds, kv, attention, folder)
         reads = verify(model)
         _measure_crossover(model, attention)

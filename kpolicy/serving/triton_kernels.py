@@ -41,18 +41,21 @@ class Prompts(NamedTuple):
 
 
 class TritonKernels:
-    """Triton for what a graph may hold; prompts of MLA, and of keys and values where `flash`, through torch.
+    """Triton for what a graph may hold and for prompts of MLA; prompts of keys and values where `flash` through torch.
 
     Args:
         device: a CUDA device.
         flash: torch's FlashAttention for prompt rows of keys and values where the host knows lengths.
 
     Attributes:
+        latent_prompts: what computes expanded prompts of MLA, by name.
         experts: what answers for a mixture of experts.
         crossover: which chunks of MLA prompts are absorbed where the host knows lengths; None is none.
         no_pages: why torch's FlashAttention gathers keys for a kind of layers, "" where it reads pages; of kinds that
             `try_pages` tried.
     """
+
+    latent_prompts = "triton"
 
     def __init__(self, device: torch.device, *, flash: bool = False) -> None:
         # Imported here: Triton isn't there for every device, and starts a compiler.

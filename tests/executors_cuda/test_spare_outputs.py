@@ -87,3 +87,19 @@ def test_a_graph_keeps_memory_of_few_outputs(steps: Any) -> None:
     assert not steps.spare
     held.clear()
     assert len(steps.spare) == MOST_SPARE
+
+
+def test_outputs_that_were_never_filled_go_quietly(recwarn: pytest.WarningsRecorder) -> None:
+    from kpolicy.executors.joined_rows import new_joined
+
+    outputs = new_joined()
+    assert outputs.spare is None
+    del outputs
+    assert not recwarn.list
+
+
+def test_there_is_one_step_of_tokens(steps: Any) -> None:
+    outputs = steps(3).outputs
+    assert outputs.host_tokens(0) == tokens_of(3)
+    with pytest.raises(IndexError):
+        outputs.host_tokens(1)

@@ -88,7 +88,7 @@ def test_what_the_kernels_dont_compute_stays_theirs(
     model = load(config(name, **changed), dtype=dtype)
     assert not kernels
     assert not takes_ours(model.hf)
-    assert "expert_kernels" not in model.model_shape
+    assert model.model_shape.get("expert_kernels") == (None if name == "llama" else "transformers")
 
 
 @pytest.mark.parametrize("said", ["is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel"])
@@ -115,3 +115,24 @@ def test_a_user_who_chose_an_implementation_keeps_it() -> None:
     hf.set_experts_implementation("eager")
     assert not take_experts(hf, plain_experts)
     assert hf.config._experts_implementation == "eager"
+
+
+def test_a_config_of_a_model_that_was_taken_is_taken_anew(kernels: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config says so; kernels that have nothing for experts leave them theirs."""
+    first = load(config("mixtral"), dtype="bfloat16")
+    again = load(first.hf.config, dtype="bfloat16")
+    assert takes_ours(again.hf)
+    monkeypatch.delattr(PlainKernels, "experts")
+    plain = load(first.hf.config, dtype="bfloat16")
+    assert not takes_ours(plain.hf)
+    assert plain.model_shape["expert_kernels"] == "transformers"
+    assert takes_ours(first.hf)
+
+
+def test_a_quantized_model_keeps_its_own() -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    own = {key: value for key, value in config("qwen3_moe").items() if key != "model_type"}
+    hf: Any = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**own), dtype=torch.bfloat16)
+    hf.config.quantization_config = {"quant_method": "fp8"}
+    assert not take_experts(hf, plain_experts)

@@ -68,6 +68,27 @@ def test_experts_are_near_plain_ones(num_tokens: int, chosen: int, num_experts: 
 
 
 @interpreted
+# What lies behind the experts' places is whatever memory held.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_copies_for_no_expert_count_nothing_and_results_are_of_the_tokens_type() -> None:
+    from kpolicy.serving.gpu.experts import gated_experts, route
+
+    made = torch.Generator().manual_seed(4)
+    ids = torch.tensor([[0, 7], [8, 3], [-1, 9], [5, 8]])
+    token, place, end = route(ids, 8)
+    assert place.tolist() == [0, 3, -1, 1, -1, -1, 2, -1]
+    assert (token[:4].tolist(), token[4:].tolist(), end[-1].item()) == ([0, 1, 3, 0], [0] * 4, 4)
+    hidden, weights = torch.randn(4, 64, generator=made), torch.rand(4, 2, generator=made)
+    gate_up, down = (torch.randn(8, *size, generator=made).bfloat16() / 8 for size in ((80, 64), (64, 40)))
+    found = gated_experts(hidden, ids, weights, gate_up, down)
+    kept = ids.clamp(0, 7), weights.masked_fill((ids < 0) | (ids > 7), 0.0)
+    wanted = plain_experts(hidden.bfloat16(), *kept, gate_up, down).float()
+    assert found.dtype == torch.float32
+    assert not found[2].any()
+    assert float((found - wanted).norm() / wanted.norm()) < 0.02
+
+
+@interpreted
 @pytest.mark.parametrize(("heads", "nope", "rope", "value"), [(2, 32, 16, 32), (3, 16, 8, 12), (2, 128, 64, 128)])
 @pytest.mark.parametrize("lengths", [[(5, 5)], [(130, 130), (3, 70), (64, 200)], [(1, 300), (77, 77)]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -103,7 +124,7 @@ def test_expanded_prompts_are_as_over_whole_keys(
         (227, torch.bfloat16, (128, 64, 128), (128, 64, 2)),
         (163, torch.bfloat16, (128, 64, 128), (128, 64, 2)),
         (99, torch.bfloat16, (128, 64, 128), (64, 32, 2)),
-        (227, torch.bfloat16, (192, 64, 256), (32, 32, 1)),
+        (227, torch.bfloat16, (192, 64, 256), (64, 64, 2)),
         (99, torch.float32, (128, 64, 128), (32, 32, 1)),
         (227, torch.float32, (128, 64, 128), (32, 32, 2)),
     ],
@@ -118,3 +139,12 @@ def test_tiles_fit_a_processors_shared_memory(
     monkeypatch.setattr(expanded, "_shared_bytes", lambda _: shared << 10)
     block_m, _, num_stages, constants = expanded._plan.__wrapped__(16, *dims, dtype, torch.device("cpu"))
     assert (block_m, constants[8], num_stages) == tile
+
+
+def test_heads_that_fit_in_no_tile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kpolicy.errors import SupportError
+    from kpolicy.serving.gpu import expanded
+
+    monkeypatch.setattr(expanded, "_shared_bytes", lambda _: 16 << 10)
+    with pytest.raises(SupportError, match=r"heads of MLA of 128 and 64 in keys and 128 in values are too large"):
+        expanded._plan.__wrapped__(16, 128, 64, 128, torch.float32, torch.device("cpu"))

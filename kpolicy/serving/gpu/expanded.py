@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kpolicy.errors import SupportError
 from kpolicy.serving.gpu.launch import launch
 from kpolicy.serving.gpu.paged import LOG2_E, row_of
 
@@ -136,13 +137,13 @@ def expanded_attention(
 
 
 TILES = {
-    False: ((128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
+    False: ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
     True: ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
 }
 """Query tokens and keys of a tile, warps and stages, of half precision and of float32, the largest first.
 
-Half precision's first was the quickest of eight on an H200 (`docs/measured_gpu.md`); what a processor with less shared
-memory takes is unverified on hardware.
+Half precision's first was the quickest of eight on an H200, for DeepSeek-V2-Lite's heads (`docs/measured_gpu.md`). What
+larger heads, or a processor with less shared memory, take is unverified on hardware.
 """
 MOST_RESULTS = 64
 """Registers of a thread for results; a quarter of what there are"""
@@ -152,17 +153,27 @@ MOST_RESULTS = 64
 def _plan(
     num_heads: int, nope_dim: int, rope_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[int, int, int, tuple[object, ...]]:
-    """(query tokens of a tile, warps, stages, compile-time arguments): the first of `TILES` that fits a processor."""
+    """(query tokens of a tile, warps, stages, compile-time arguments): the first of `TILES` that fits a processor.
+
+    Raises:
+        SupportError: none does.
+    """
     nope, rope, value = (max(16, triton.next_power_of_2(each)) for each in (nope_dim, rope_dim, value_dim))
-    most, tiles = _shared_bytes(device) // dtype.itemsize, TILES[dtype == torch.float32]
+    most = _shared_bytes(device) // dtype.itemsize
     # Queries, and so many stages of keys and values; and a thread's share of the results in registers.
     fits = (
         (block_m, block_n, num_warps, num_stages)
-        for block_m, block_n, num_warps, num_stages in tiles
+        for block_m, block_n, num_warps, num_stages in TILES[dtype == torch.float32]
         if block_m * (nope + rope) + num_stages * block_n * (nope + rope + value) <= most
         and block_m * value <= num_warps * 32 * MOST_RESULTS
     )
-    block_m, block_n, num_warps, num_stages = next(fits, tiles[-1])
+    tile = next(fits, None)
+    if tile is None:
+        raise SupportError(
+            f"heads of MLA of {nope_dim} and {rope_dim} in keys and {value_dim} in values are too large for {device}'s "
+            "shared memory in any tile of the prompt kernel; load with kernels='plain'."
+        )
+    block_m, block_n, num_warps, num_stages = tile
     precision = "ieee" if dtype == torch.float32 else "tf32"
     constants = (num_heads, nope_dim, rope_dim, value_dim, nope, rope, value, block_m, block_n, precision)
     return block_m, num_warps, num_stages, constants

@@ -30,7 +30,7 @@ def _route_copies(expert_ptr, token_ptr, place_ptr, end_ptr, count, CHOSEN: tl.c
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
         chosen = tl.load(expert_ptr + at, mask=at < count, other=tl.num_programs(0))
-        before += tl.sum((chosen < expert).to(tl.int32), 0)
+        before += tl.sum(((chosen >= 0) & (chosen < expert)).to(tl.int32), 0)
         own += tl.sum((chosen == expert).to(tl.int32), 0)
     tl.store(end_ptr + expert, before + own)
     for first in range(0, count, BLOCK):
@@ -40,18 +40,25 @@ def _route_copies(expert_ptr, token_ptr, place_ptr, end_ptr, count, CHOSEN: tl.c
         tl.store(token_ptr + place, at // CHOSEN, mask=mine)
         tl.store(place_ptr + at, place, mask=mine)
         before += tl.sum(mine.to(tl.int32), 0)
+    if expert == tl.num_programs(0) - 1:
+        # Copies for no expert have no place; what lies behind the others' places is computed and not read.
+        for first in range(0, count, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            chosen = tl.load(expert_ptr + at, mask=at < count, other=0)
+            tl.store(place_ptr + at, -1, mask=(at < count) & ((chosen < 0) | (chosen > expert)))
+            tl.store(token_ptr + at, 0, mask=(at >= before) & (at < count))
 
 
 def route(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The order that brings every expert's tokens together, by expert and then by token.
 
     Args:
-        experts: [num_tokens, chosen] int32 or int64, from 0 to num_experts - 1, contiguous.
+        experts: [num_tokens, chosen] int32 or int64, contiguous; from 0 to num_experts - 1, others are no expert.
         num_experts: of the layer.
 
     Returns:
         [num_tokens * chosen] int32, the token at each place; [num_tokens * chosen] int32, the place of each of a
-        token's copies; [num_experts] int32, where each expert's places end.
+        token's copies, -1 for no expert; [num_experts] int32, where each expert's places end.
     """
     count, device = experts.numel(), experts.device
     token, place, end = (
@@ -89,7 +96,8 @@ def _weighted_sum(out_ptr, copies_ptr, place_ptr, weight_ptr, CHOSEN: tl.constex
     for copy in tl.static_range(CHOSEN):
         place = tl.load(place_ptr + token * CHOSEN + copy).to(tl.int64)
         weight = tl.load(weight_ptr + token * CHOSEN + copy).to(tl.float32)
-        total += weight * tl.load(copies_ptr + place * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+        values = tl.load(copies_ptr + place * SIZE + at, mask=at < tl.where(place < 0, 0, SIZE), other=0.0)
+        total += weight * values.to(tl.float32)
     tl.store(out_ptr + token * SIZE + at, total.to(out_ptr.dtype.element_ty), mask=at < SIZE)
 
 
@@ -98,7 +106,7 @@ def combine(copies: torch.Tensor, place: torch.Tensor, weights: torch.Tensor) ->
 
     Args:
         copies: [num_tokens * chosen, size], contiguous, in the experts' order.
-        place: of `route`.
+        place: of `route`; copies for no expert count nothing.
         weights: [num_tokens, chosen] floats, contiguous.
     """
     (num_tokens, chosen), size = weights.shape, copies.shape[1]
@@ -122,13 +130,14 @@ def gated_experts(
     """[num_tokens, size] of a mixture of experts whose MLPs are down(silu(gate(x)) * up(x)).
 
     Args:
-        hidden: [num_tokens, size], half precision.
+        hidden: [num_tokens, size], of any floats; the result is of these.
         experts: [num_tokens, chosen] int32 or int64, which experts each token goes through.
         weights: [num_tokens, chosen] floats, what their results count.
-        gate_up: [num_experts, 2 * inner, size].
-        down: [num_experts, size, inner].
+        gate_up: [num_experts, 2 * inner, size] bfloat16.
+        down: [num_experts, size, inner] bfloat16.
     """
     token, place, end = route(experts.contiguous(), gate_up.shape[0])
     product = torch.nn.functional.grouped_mm
-    both = product(hidden.index_select(0, token), gate_up.transpose(1, 2), offs=end)
-    return combine(product(gate(both), down.transpose(1, 2), offs=end), place, weights.contiguous())
+    both = product(hidden.to(gate_up.dtype).index_select(0, token), gate_up.transpose(1, 2), offs=end)
+    copies = product(gate(both), down.transpose(1, 2), offs=end)
+    return combine(copies, place, weights.contiguous()).to(hidden.dtype)
