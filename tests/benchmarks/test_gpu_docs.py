@@ -409,8 +409,8 @@ def test_picks_that_are_late_are_told() -> None:
              if row["late"] and (row["policy"], row["objective"]) == ("auto", "step_us")}  # fmt: skip
     mixture, one, six, conversation, code, often, mooncake = share.values()
     assert list(share) == [
-        ("dsv2lite", "code", 1.0), ("qwen05b", "code", 1.0), ("qwen05b", "code", 6.0), ("llama1b", "conversation", 3.0), ("llama1b", "code", 1.0),
-        ("llama1b", "code", 6.0), ("llama1b", "mooncake", 0.3),
+        ("dsv2lite", "code", 1.0), ("qwen05b", "code", 1.0), ("qwen05b", "code", 6.0),
+        ("llama1b", "conversation", 3.0), ("llama1b", "code", 1.0), ("llama1b", "code", 6.0), ("llama1b", "mooncake", 0.3),
     ]  # fmt: skip
     assert (
         f"Llama-3.2-1B's do in **{often} of the steps of the code trace at six times its rate** (five shapes), "
@@ -1027,11 +1027,13 @@ def test_the_guide_says_of_what_code_its_figures_are() -> None:
     assert not soak["problems"]
     assert in_short("memory over a server's life") == f"flat over {soak['cycles']} cycles, {soak['steps']:,} steps"
     words = " ".join(GUIDE.split())
-    assert all(list(each["steps_by_commit"]) == ["a93eb61", "b0e1207", "8cb4544"] for each in large)
-    assert "the larger models' steps of a93eb61, b0e1207 and 8cb4544" in words
+    before = large[0], total("raw/correct_dsv2lite_second")
+    assert all(list(each["steps_by_commit"]) == ["a93eb61", "b0e1207", "8cb4544"] for each in before)
+    assert large[1]["steps_by_commit"] == {"7c76117": large[1]["steps"]}
+    assert "Llama-3.1-8B's steps of a93eb61, b0e1207 and 8cb4544, DeepSeek-V2-Lite's of 7c76117" in words
     waiting = total("overlap_spread")
     assert in_short("the same, decode steps waiting") == f"no bit differs, **{waiting['steps']:,}** steps"
-    assert list(waiting["steps_by_commit"]) == ["b0e1207", "8cb4544"]
+    assert list(waiting["steps_by_commit"]) == ["b0e1207", "8cb4544", "7c76117"]
     assert not waiting["differences"]
     waited = sum(count for way, count in waiting["ways"].items() if way.endswith(" spread"))
     assert round(4 * waited / waiting["steps"]) == 3
@@ -1039,16 +1041,21 @@ def test_the_guide_says_of_what_code_its_figures_are() -> None:
     assert f"{waited // 1000},000 such steps" in spread
     page = " ".join("\n".join(DOC).split())
     assert (
-        f"waiting for their place in {waited:,} of them (`overlap_spread.json`), b0e1207 and 8cb4544 | "
+        f"waiting for their place in {waited:,} of them (`overlap_spread.json`), b0e1207, 8cb4544 and 7c76117 | "
         f"{waiting['steps']:,} (" in page
     )
     first, second, third = (
-        " and ".join(f"{each['steps_by_commit'][at]:,}" for each in large) for at in ("a93eb61", "b0e1207", "8cb4544")
+        " and ".join(f"{each['steps_by_commit'][at]:,}" for each in before) for at in ("a93eb61", "b0e1207", "8cb4544")
     )
     assert (
         f"at commit a93eb61 ({first} steps), four of eight at once on one H200 for 295 s at b0e1207 ({second}), and "
         f"four of eight on one of two H200s for up to 260 s at 8cb4544 ({third})" in page
     )
+    assert not before[1]["differences"]
+    assert f"DeepSeek-V2-Lite's {before[1]['steps']:,} steps of these are of older kernels" in page
+    assert f"With the kernels of then {before[1]['steps']:,} steps of DeepSeek-V2-Lite" in page
+    assert f"in MLA's prompt kernel, {large[1]['steps'] // 2:,} steps each." in page
+    assert read("correct-dsv2lite")["slices"] == 2
     assert f"took {waiting['beside_over_in_turn']:.2f} of the time that they take in turn" in page
     assert "today's kernels (0eca2eb), with which all of `tests/gpu` passes" in words
 
@@ -1074,7 +1081,9 @@ def test_correctness_is_told_as_its_results_have_it() -> None:
     told = f"{large['ratio']:.2f}; {tokens_that_differ(large)}, none beyond the margin"
     assert f"| the same, Llama-3.1-8B, bf80fd9 | {large['rows_modes']:,} rows | {told} |" in words
     assert large["commit"] == "bf80fd9"
-    held = read("correct-dsv2lite")["reference"]
+    assert read("correct-dsv2lite")["reference"] is None
+    held = read("raw/correct_dsv2lite_second")["reference"]
+    assert held["commit"] == "a93eb61"
     told = (
         f"{held['ratio']:.2f}, EAGER over transformers {held['eager_over_theirs']:.2f}; {tokens_that_differ(held)} and "
         f"transformers' {held['tokens_that_differ']['theirs']}, none beyond the margin"
