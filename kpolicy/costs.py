@@ -57,7 +57,7 @@ EARLY = 1.15
 """Times as long as expected that decode steps beside a prompt may take, to be over when the step ends.
 
 Of 65 shapes with long prompts, of four models on an H200, decode steps slowed down by more than 1.15 times their
-model's median in five, by up to 1.31 times (benchmarks/results/h200/halves.json); those would be late all the same.
+model's median in four, by up to 1.31 times (benchmarks/results/h200/halves.json); those would be late all the same.
 Steps that waited by it took 0.988 to 1.022 times as long as the same at once.
 """
 FEW_DECODES = 8

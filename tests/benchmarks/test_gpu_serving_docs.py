@@ -137,7 +137,7 @@ def test_kernels_are_told_as_they_came_out() -> None:
         load_profile(RESULTS / "raw" / f"profile_regret_dsv2lite{name}.json").costs.host_eager.base_for(
             decodes=False, prefills=True
         )
-        for name in ("_third", "")
+        for name in ("_third", "_fourth")
     ]
     assert (
         f"takes the device {device:.1f} ms, whatever launches it**, and {graph['wall_us'] / 1e3:.1f} ms of wall in "
@@ -177,7 +177,7 @@ def test_what_simulation_has_of_the_larger_model(tmp_path: Path) -> None:
     options = ["--start", "1413.783091", "--window", "10.096262", "--rate", str(rate), "--warm", "--attention", "mla"]
     assert f"kpolicy simulate azure_llm_2023_code.csv {' '.join(options)} --profile raw" in words
     found = []
-    for profile in ("profile_regret_dsv2lite_third", "profile_regret_dsv2lite"):
+    for profile in ("profile_regret_dsv2lite_third", "profile_regret_dsv2lite_fourth"):
         out = tmp_path / f"{profile}.json"
         costs = ["--profile", str(RESULTS / "raw" / f"{profile}.json")]
         with pytest.raises(SystemExit) as ended:

@@ -269,11 +269,16 @@ def test_how_far_auto_is_from_the_best() -> None:
     assert not any(row["better_than_auto"] and not row["policy"].startswith("auto") for row in every)
     gaps = [row for row in every if row["policy"] == "auto latency" and row["objective"] == "gap_us"]
     of_steps, of_gaps = (max(row["p99_regret"] for row in found) for found in (rows, gaps))
-    assert of_steps == of_gaps
-    assert f"up to {of_steps:.1%}, of gaps too." in WORDS
-    late = {model: max(row["late"] for row in rows if row["model"] == model) for model in ("qwen05b", "llama1b")}
-    first, second = late.values()
-    assert f"in up to {first:.1%} of a load's steps of the first, and {second:.1%} of the second (its mean" in WORDS
+    assert f"within 10% on all 24 loads, up to {of_steps:.1%}. Of gaps within 10% on 23 of them, and" in WORDS
+    assert f"and {of_gaps:.1%} on DeepSeek-V2-Lite's code trace" in WORDS
+    assert len([row for row in gaps if row["p99_regret"] > 0.1]) == 1
+    late = {model: max(row["late"] for row in rows if row["model"] == model)
+            for model in ("qwen05b", "llama1b", "dsv2lite")}  # fmt: skip
+    first, second, last = late.values()
+    assert (
+        f"in up to {first:.1%} of a load's steps of the first, {last:.1%} of the last, and {second:.1%} of the second "
+        "(its mean"
+    ) in WORDS
     assert second == max(row["late"] for row in (*rows, *gaps))
     assert f"in up to {second:.1%} of a load's steps ([GPU]" in WORDS
 
