@@ -217,6 +217,68 @@ def test_the_larger_models_newer_run_is_told_beside_its_table() -> None:
         assert all(abs(other / auto - 1) < 0.01 for other in others)
 
 
+CASES = {
+    "own2048": "2,048 tokens", "ctx4096": "2,048 behind 2,048", "ctx6144": "2,048 behind 4,096", "own512": "512",
+    "two": "two prompts", "eight": "eight of 256", "tail": "300 behind 4,700",
+}  # fmt: skip
+
+
+def of_tiles() -> tuple[dict[str, float], dict[tuple[int, ...], dict[str, float]], dict[str, float]]:
+    """Microseconds by case: before, of each tile, and of the one that was taken."""
+    found = read("raw/attention_expanded")
+    names = ("query_tokens", "keys", "warps", "stages")
+    tiles = {tuple(each[name] for name in names): each["us"] for each in found["tiles"]}
+    return found["before_us"], tiles, tiles[tuple(found["taken"][name] for name in names)]
+
+
+def of_mla() -> list[str]:
+    """A row a case: us a layer before and now."""
+    before, _, now = of_tiles()
+    assert before.keys() == CASES.keys()
+    return [
+        f"| {title} | {before[case]:.1f} | {now[case]:.1f} | {before[case] / now[case]:.2f} |"
+        for case, title in CASES.items()
+    ]
+
+
+def test_mlas_prompt_attention_is_told_as_its_log_has_it() -> None:
+    """What it takes of what it took, what other tiles take, and cuDNN."""
+    words = " ".join(" ".join(DOC).split())
+    before, tiles, now = of_tiles()
+    shares = [now[case] / before[case] for case in CASES]
+    told = f"{min(shares):.2f} to {max(shares):.2f}"
+    assert f"So it takes {told} of what it took." in words
+    assert f"[{told}](measured_gpu.md#mlas-prompt-attention)" in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert f"[{told} of what it took]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    over = {tile: {case: us[case] / now[case] for case in CASES} for tile, us in tiles.items()}
+    assert len(over) == 8
+    three = over[128, 64, 8, 3].values()
+    assert round(min(three), 2) == 1
+    keys, warps = (over[tile].values() for tile in ((128, 128, 8, 2), (128, 64, 4, 3)))
+    assert max(min(keys), min(warps)) < 1.025
+    rest = {tile: ratios for tile, ratios in over.items()
+            if tile in ((64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 4), (64, 32, 4, 3))}  # fmt: skip
+    slower = min(ratio for each in rest.values() for case, ratio in each.items() if (case, ratio < 1) != ("tail", True))
+    tails = [each["tail"] for tile, each in rest.items() if tile[0] == 64]
+    assert (
+        f"three stages or up to {max(three) - 1:.0%} quicker. Two others, of 128 keys and of four warps, are "
+        f"within 2% in some cases and up to {100 * max(keys) - 100:.0f} and {max(warps) - 1:.0%} slower in others; the "
+        f"rest are {slower - 1:.0%} slower and more, but for **300 tokens behind 4,700: there tiles of 64 query tokens "
+        f"take {min(tails):.2f} to {max(tails):.2f} of it**."
+    ) in words
+    cudnn = read("raw/attention_expanded")["cudnn"]
+    own, unmasked = cudnn["us"].values()
+    first, *shapes = cudnn["new_shapes_ms"]
+    assert (
+        f"A prompt of 2,048 tokens took {own} us, and 2,048 tokens over 6,144 keys {unmasked} without a mask (of a "
+        f"look whose log wasn't kept). But each new shape takes {min(shapes):.0f} to {max(shapes):.0f} ms, and a "
+        f"process's first {first:.0f}."
+    ) in words
+    code = (ROOT / "kpolicy" / "serving" / "gpu" / "expanded.py").read_text(encoding="utf-8")
+    taken = read("raw/attention_expanded")["taken"]
+    assert f"False: (({', '.join(str(each) for each in taken.values())})," in code
+
+
 def larger() -> list[str]:
     """`served` of DeepSeek-V2-Lite."""
     return served("dsv2lite")
@@ -259,7 +321,7 @@ def captured() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("made", [served, larger, of_kernels, captured])
+@pytest.mark.parametrize("made", [served, larger, of_mla, of_kernels, captured])
 def test_tables_are_told_as_their_results_have_them(made: Any) -> None:
     """Every row, one after the other, bad ones too."""
     rows = made()
