@@ -6,8 +6,8 @@ One prompt arrives while some requests decode. Three ways serve both until the p
   graph of a size. Sizes are two to a power of two, up to one that holds the whole prompt and all decode rows.
 - ``beside``: each step replays the decode graph several times on one stream while a chunk runs in pieces on another.
   Chunk sizes are tried, each with the decode steps that about fill its time, fewer and more. Fewer lie evenly over the
-  chunk's time, as `auto` lets them (`Launch.wait_share`, by the times of the halves here); in files without ``spread``
-  all began at once.
+  chunk's time, as `auto` lets them (`Launch.wait_share`, by the times of the halves here); in files of before
+  2026-11-28 all began at once.
 
 Each way is a point: time to first token, and p99 of the gaps between the decodes' tokens; `rounds` has both of each
 round. In a step of several decode steps tokens come evenly until the decode half is ready (device events); the wait for
