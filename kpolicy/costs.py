@@ -277,7 +277,7 @@ class CostTable:
         version: names the table; it changes when a number does.
         measured: whether the numbers were measured on the device.
         full, piecewise, eager: device time of the dense work by padded tokens, in each mode, as measured. Calibration
-            before `ties` kept what decisions take here instead, and so have the shipped profiles.
+            before `ties` kept what decisions take here instead.
         mixed: the same for FULL graphs that hold prefill rows too, whose attention has kernels for both kinds whatever
             rows come; None where `full` stands for them.
         decode_attention, prefill_attention: device time of attention on the real KV.

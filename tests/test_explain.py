@@ -230,7 +230,7 @@ def test_a_context_outside_the_table_is_said_to_be_extrapolated() -> None:
 
 def test_decode_steps_that_wait_for_their_place_are_one_way_once() -> None:
     """They take as long at once, which isn't another way that is as cheap."""
-    shape = BatchShape(decodes=[(1, 8)], prefills=[(4000, 0)], max_decode_steps=8)
+    shape = BatchShape(decodes=[(1, 8)], prefills=[(6000, 0)], max_decode_steps=8)
     told = Engine("auto", costs=load_profile("qwen2.5-0.5b-h200").costs).explain(shape)
     (chosen,) = [each for each in told.considered if each.chosen]
     assert "of a slot" in chosen.launches

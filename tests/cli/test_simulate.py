@@ -428,13 +428,13 @@ def test_contexts_beyond_a_profile_are_told(kpolicy: Command, tmp_path: Path) ->
     given = ("simulate", path, "--policy", "vllm", "--warm", "--profile", "qwen2.5-0.5b-h200")
     ended = kpolicy(*given)
     assert ended.code == 0, ended.err
-    assert "contexts of up to 512 tokens a decode row, 131,072 in a step, and 6,144 of prompts" in ended.out
+    assert "contexts of up to 1,024 tokens a decode row, 262,144 in a step, and 6,144 of prompts" in ended.out
     # 147 chunks of 2,048 at most, of which the first three end at 6,144; two decodes; and the second request's three.
     assert "146 steps (96.1%) of a context outside the cost table" in ended.out
     (one,) = kpolicy(*given, "--json").json["traces"]
     found = one["policies"][0]
     assert (found["steps"], found["outside"], found["outside_sizes"], found["outside_contexts"]) == (152, 146, 0, 146)
-    assert found["kv_span"] == {"decode_row": 512, "decode_step": 131_072, "prefill": 6144}
+    assert found["kv_span"] == {"decode_row": 1024, "decode_step": 262_144, "prefill": 6144}
 
 
 def test_two_traces_of_one_name_have_no_files_of_their_own(kpolicy: Command, trace: Path, tmp_path: Path) -> None:

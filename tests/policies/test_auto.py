@@ -206,7 +206,7 @@ def test_latency_differs_by_a_measured_table_too():
     """DeepSeek-V2-Lite on an H200: two decode steps beside a long prompt take more in all, and gaps are shorter."""
     using = {"costs": load_profile("deepseek-v2-lite-h200").costs, "claims": "uniform"}
     sizes = CaptureSizes((4, 8, 64), (), (64, 512, 2048))
-    shape = BatchShape(decodes=[(1, 3)], prefills=[(1985, 4096)], decode_kv_tokens=1800, max_decode_steps=4)
+    shape = BatchShape(decodes=[(1, 4)], prefills=[(1985, 4096)], decode_kv_tokens=2400, max_decode_steps=4)
     throughput, latency = (
         decide(shape, sizes=sizes, objective=Objective.parse(name), **using) for name in ("throughput", "latency")
     )

@@ -9,7 +9,7 @@ import attrs
 
 from kpolicy.costs import FEW_DECODES, AttentionCost
 from kpolicy.decision import Launch
-from kpolicy.executors.calibrate.bench import LONG_KV, Bench
+from kpolicy.executors.calibrate.bench import LONG_KV, Bench, Wave
 from kpolicy.executors.calibrate.one_speed import chance
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Rows
@@ -170,7 +170,10 @@ class DecodeSlope:
         self._bench = bench
         self._rows, self._long = rows, long
         self._units = rows * (long - short)
-        self._cases = [bench.add([Launch(Rows.ALL, key)], bench.rows(rows, each)) for each in (short, long)]
+        # Curves by decode rows have attention in them until this is known, and sizes by prompts have none.
+        self._cases = [
+            bench.add([Launch(Rows.ALL, key)], bench.rows(rows, each), wave=Wave.FAR_APART) for each in (short, long)
+        ]
 
     def cost(self) -> AttentionCost:
         return _slope(self._bench, self._cases, self._units)
