@@ -15,6 +15,7 @@ from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.profiles import load_profile
 from kpolicy.schemas import Profile, dumps, loads
 from kpolicy.testing import ThreadCommunicator, run_ranks
+from kpolicy.what_runs import WhatRuns
 
 HERE, THERE = "NVIDIA H200", "NVIDIA B200"
 
@@ -373,3 +374,23 @@ def test_ranks_of_two_models_decide_by_analytic_costs(monkeypatch: pytest.Monkey
         assert not engine.costs.measured
         assert f"measured with {Named.full_name}, and" in engine.calibration_error
         assert "ranks decide by analytic costs" in engine.calibration_error
+
+
+@pytest.mark.parametrize(
+    ("measured_shape", "here", "words"),
+    [
+        ({"experts": 64}, {"experts": 64, "expert_kernels": "kpolicy"}, "expert_kernels transformers"),
+        ({"experts": 64, "expert_kernels": "kpolicy"}, {"experts": 64, "expert_kernels": "kpolicy"}, ""),
+        ({"latent_rank": 512}, {"latent_rank": 512, "latent_prompts": "triton"}, "latent_prompts flash"),
+        ({"hidden_size": 64}, {"hidden_size": 64, "experts": 64, "expert_kernels": "kpolicy"}, ""),
+        ({}, {"experts": 64, "expert_kernels": "kpolicy"}, ""),
+    ],
+)
+def test_a_shape_that_names_no_kernels_is_of_those_before_there_were_others(
+    measured_shape: dict[str, Any], here: dict[str, Any], words: str
+) -> None:
+    """Where nothing is said of the model's experts or latents nothing is compared."""
+    theirs, ours = (WhatRuns(HERE, "m", 1, each) for each in (measured_shape, here))
+    _, model, _ = theirs.unlike(ours)
+    assert bool(model) == bool(words)
+    assert words in model
