@@ -241,7 +241,7 @@ def test_kernels_are_told_as_they_came_out() -> None:
 
 CASES = {
     "own2048": "2,048 tokens", "ctx4096": "2,048 behind 2,048", "ctx6144": "2,048 behind 4,096", "own512": "512",
-    "two": "two prompts", "eight": "eight of 256", "tail": "300 behind 4,700",
+    "two": "700, and 1,348 behind 1,652", "eight": "eight of 256", "tail": "300 behind 4,700",
 }  # fmt: skip
 
 
