@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.serving_models.interpreter import interpreted, needs_triton, pass_there
+
 torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-    pytest.skip("Triton before 3.6, whose interpreter fails on newer numpy's scalars (3.2)", allow_module_level=True)
+needs_triton()
 
 from kpolicy.executors.step_model import RowLayout, StepContext, StepTensors  # noqa: E402
 from kpolicy.serving import attention  # noqa: E402
 from kpolicy.serving.kv_cache import LayerSpec  # noqa: E402
 from kpolicy.serving.rows import RowTensors  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton 3.6 converts arrays of one element, which numpy will refuse.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 PAGE, WIDTH, PROCESSORS = 16, 24, 12
 BATCHES: dict[str, tuple[list[int], list[int], int | None]] = {
     # KV tokens and query tokens of each row, and the query length of all rows, padding included.
@@ -40,15 +35,9 @@ BATCHES: dict[str, tuple[list[int], list[int], int | None]] = {
 }
 
 
-@pytest.mark.skipif(INTERPRETED, reason="it is this process")
 def test_in_the_interpreter() -> None:
     """The tests below pass there."""
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-p", "no:xdist"]
-    ran = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-1000:]
+    pass_there(__file__)
 
 
 def _rows(name: str, padded: int) -> tuple[RowTensors, int, int, int]:

@@ -6,35 +6,24 @@ The interpreter must be chosen before Triton is imported, so these tests run in 
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.serving_models.interpreter import interpreted, needs_triton, pass_there
+
 torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-    pytest.skip("Triton before 3.6, whose interpreter fails on newer numpy's scalars (3.2)", allow_module_level=True)
+needs_triton()
 
 from tests.serving_models.test_experts import plain_experts  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Triton 3.6 converts arrays of one element, which numpy will refuse.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 SHAPES = [(1, 6, 64), (37, 6, 64), (300, 2, 4), (5, 8, 128), (900, 6, 20)]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="it is this process")
 def test_in_the_interpreter() -> None:
     """The tests below pass there."""
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-p", "no:xdist"]
-    ran = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-1000:]
+    pass_there(__file__)
 
 
 @interpreted
