@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.vllm.profiled import profiled
+from benchmarks.vllm.replay_state import bring_about
 from benchmarks.vllm.step_rows import Ended, step_rows
 from kpolicy.host_speed import host_work_us
 
@@ -394,6 +395,8 @@ def main() -> None:
             emit(kind="statistics", **shim_statistics(engine))
         elif order.get("profile"):
             emit(kind="profile", **profiled(engine, order))
+        elif "state" in order:
+            emit(kind="state", **bring_about(order["state"]))
         elif "prompts" in order:
             asked = (order[name] for name in ("prompts", "outputs", "every", "likeliest"))
             emit(kind="generated", **generate(engine, *asked))

@@ -8,6 +8,11 @@ turn. The engine core runs in its process's main thread, which also makes the re
 sides; ``--one-core`` has it on one quick core, the same for all (`benchmarks.vllm.cores`). Prompts are other random
 tokens each repeat, equal on all sides.
 
+With ``--states LOAD=N`` each side first serves that load N times with either speed of replays in turn
+(`benchmarks.vllm.replay_state`), and from then on each turn begins at the speed that the side's own start leaves: the
+quick one where the shim's ``second_context`` is on, else the slow one. Without it sides that share a GPU have whichever
+the last start of any left.
+
 Raw rows go to ``OUT/raw.jsonl`` as they come; rows already there, or in ``--done``, aren't measured again.
 
 Run: ``python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --out OUT --date D``.
@@ -29,10 +34,12 @@ from benchmarks.command import command_line, commit_of, input_file, input_folder
 from benchmarks.vllm.cores import OneCore
 from benchmarks.vllm.ladders import PACED, SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, TURNS, Load, make_load
+from benchmarks.vllm.replay_state import QUICK, SLOW, STATES
 from benchmarks.vllm.rows import Measurement, machine, rotated, say
 from benchmarks.vllm.sides import WITHOUT, Side, SideError
-from benchmarks.vllm.summary import compared, lines
+from benchmarks.vllm.summary import compared, lines, states_compared
 from kpolicy.errors import ConfigError
+from kpolicy_vllm.config import Config
 
 NAMES = ("qwen05b", "llama8b", "dsv2lite")
 START_S, RUN_S, LAST_S = 170.0, 60.0, 6.0
@@ -66,6 +73,8 @@ class Run(Measurement):
         """Sides that were lost"""
         self._cut: list[str] = []
         """Models whose loads the budget cut"""
+        self._own_states: dict[str, str] = {}
+        """The speed of replays that each side's own start leaves"""
         self._turn_s: dict[tuple[str, str], float] = {}
         """The longest that a side's turn of each model and load took so far"""
 
@@ -81,6 +90,8 @@ class Run(Measurement):
             name, json.loads(options.kpolicy), max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, plan=options.plan,
             paced=json.loads(options.paced), model=options.models / model,
         )  # fmt: skip
+        quick = own.get("additional_config", {}).get("kpolicy", {}).get("second_context", Config().second_context)
+        self._own_states[name] = QUICK if quick and name not in WITHOUT else SLOW
         llm = {"kv_cache_memory_bytes": KV_BYTES[model], **json.loads(options.llm), **own}
         sizes = ["--max-seqs", str(MAX_SEQS), "--max-tokens", str(MAX_TOKENS), "--util", str(UTIL)]
         hold = [] if name in WITHOUT else ["--hold"]
@@ -166,6 +177,7 @@ class Run(Measurement):
             if options.one_core:
                 self._core = OneCore(sorted(os.sched_getaffinity(0)))
                 say(f"{model}: {self._core.told}")
+            self._both_states(model, sides)
             for load in dict.fromkeys(load for _, load in wanted):
                 warm = make_load(load, model, options.traces, scale=options.warm_scale * options.scale)
                 for name in self._of(load, sides):
@@ -202,16 +214,42 @@ class Run(Measurement):
                 )
                 say(_line(model, load.name, name, repeat, row))
 
-    def _served(self, model: str, sides: dict[str, Side], name: str, load: Load, seed: str) -> dict[str, Any] | None:
-        """That side's figures of a load; None where it is lost."""
-        side = sides[name]
+    def _served(
+        self, model: str, sides: dict[str, Side], name: str, load: Load, seed: str, state: str | None = None
+    ) -> dict[str, Any] | None:
+        """That side's figures of a load; None where it is lost. Replays are at its own speed, or at the one given."""
+        side, told = sides[name], {}
         try:
+            if self._options.states:
+                told = {"state": self._state(side, state or self._own_states[name])}
             with nullcontext({}) if self._core is None else self._core.held_by(side.pid) as host:
                 row = side.ask(RUN_S, requests=load.requests, seed=seed, step_tokens=load.step_tokens)
-            return {**row, **host}
+            return {**row, **told, **host}
         except SideError as error:
             self._lose(model, sides, name, error)
         return None
+
+    @staticmethod
+    def _state(side: Side, state: str) -> str:
+        """Have that side's replays be of that speed; the state as it said."""
+        told: str = side.ask(RUN_S, state=state)["state"]
+        return told
+
+    def _both_states(self, model: str, sides: dict[str, Side]) -> None:
+        """Each side serves a load with either speed of replays in turn, the slow one first."""
+        for name, times in self._options.states:
+            load = make_load(name, model, self._options.traces, scale=self._options.scale)
+            count = len(load.requests)
+            if all(self.rows.has(model, f"{name} {state}", sides, times - 1, count) for state in STATES):
+                continue
+            for repeat, state in [(i, state) for i in range(times + 1) for state in STATES]:
+                for side in list(sides):
+                    row = self._served(model, sides, side, load, f"{name} {state} {repeat}", state)
+                    # The first of each only warms up.
+                    if row is not None and repeat:
+                        about = {"model": model, "load": f"{name} {state}", "side": side, "repeat": repeat - 1}
+                        self.rows.keep(**about, requests=count, **self.about, **row, **self._machine)
+                        say(_line(model, f"{name} {state}", side, repeat - 1, row))
 
     def _repeats(self, load: str, round_: int) -> range:
         """The numbers of a load's turns in that round over all loads."""
@@ -271,6 +309,7 @@ class Run(Measurement):
                 "levels": {row["of"]: [row["level"], row["mode"], row["runner"]] for row in starts},
                 "rows": found.pop("stock kpolicy", []),
                 "beside": found,
+                **({"states": told} if (told := states_compared(rows)) else {}),
             },
         )  # fmt: skip
 
@@ -325,6 +364,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--turns", nargs="*", default=[], type=_turns, metavar="LOAD=N", help="turns of that load in a repeat"
     )
+    parser.add_argument(
+        "--states", nargs="*", default=[], type=_turns, metavar="LOAD=N",
+        help="loads served N times first with either speed of replays; turns then begin at each side's own",
+    )  # fmt: skip
     parser.add_argument(
         "--profile", nargs="*", default=[], metavar="LOAD",
         help="loads that are served once more at the end, in part, under torch's profiler: profile_MODEL.json",

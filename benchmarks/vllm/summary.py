@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.student import student
+from benchmarks.vllm.replay_state import QUICK, SLOW, STATES
 
-__all__ = ["compared", "lines", "summarise"]
+__all__ = ["compared", "lines", "states_compared", "summarise"]
 
 BETTER_HIGH = ("requests_per_s", "tokens_per_s", "kv_tokens")
 BETTER_LOW = (
@@ -101,6 +102,22 @@ def compared(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: each for name, each in found.items() if each}
 
 
+def states_compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`summarise` of each side with itself, for loads that it served with either speed of replays.
+
+    Rows are {model, load, figure, slow, quick, ratio, ...} with ``of``, the side; a ratio above 1: quick replays are
+    better.
+    """
+    ends = {f" {state}": state for state in STATES}
+    sides: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        for end, state in ends.items():
+            if row["load"].endswith(end):
+                told = {**row, "load": row["load"].removesuffix(end), "side": state}
+                sides.setdefault(row["side"], []).append(told)
+    return [{"of": side, **row} for side, found in sides.items() for row in summarise(found, SLOW, QUICK)]
+
+
 def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The comparisons, a figure a line, for a log."""
     return [
@@ -109,4 +126,8 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         for name, found in compared(rows).items()
         for base, side in [name.split()]
         for row in found
+    ] + [
+        f"{row['model']:9} {row['load']:12} {row['figure']:15} {row['of']} slow {row['slow']:>10} quick "
+        f"{row['quick']:>10} x{row['ratio']} [{row['low']}, {row['high']}] n={row['repeats']} host {row.get('host')}"
+        for row in states_compared(rows)
     ]

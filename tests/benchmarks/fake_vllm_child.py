@@ -32,12 +32,16 @@ def main() -> None:
         graphs={"FULL": len(sizes)}, sizes=sizes, kv_tokens=100, mode="FULL", level="3", runner="v1", scheduler="S",
         gpu="none", vllm="0.23.0", torch="2",
     )  # fmt: skip
+    state = ""
     for line in sys.stdin:
         order = json.loads(line)
         if order.get("statistics"):
             answer(kind="statistics", counters={})
         elif order.get("profile"):
             answer(kind="profile", steps=[], spans=len(order["requests"]))
+        elif "state" in order:
+            state = order["state"]
+            answer(kind="state", state=state, ms=1.0)
         elif "prompts" in order:
             answer(
                 kind="generated", tokens=[[1] * count for count in order["outputs"]], steps=[["FULL", 8]], stats=[],
@@ -46,7 +50,7 @@ def main() -> None:
         elif "breaks" in llm:
             sys.exit("the device was lost")
         else:
-            time = 1.0 if shim else 2.0
+            time = (1.0 if shim else 2.0) * (2.0 if state == "slow" else 1.0)
             answer(
                 kind="run", requests_per_s=len(order["requests"]) / time, ttft_p50_ms=time, ttft_p99_ms=time,
                 gap_p50_ms=time, gap_p99_ms=time, wall_s=time, steps=3, modes={},

@@ -34,6 +34,9 @@ DENSE_FROM = 128
 DENSE_STEP, DENSE_TO = 64, 1024
 """Of a Llama-8B's steps those to 1,024 tokens took an H200 up to 22 ms. Launching one eagerly took 19 ms by one
 calibration and 27 by another, on a core that was slow then."""
+DECODE_TO = 64
+"""Rows of decodes to which such a model has vLLM's own sizes too, eight apart: in between, a Llama-8B's chat had its
+median gap 0.2% longer than vLLM's by sizes 16 and more apart (docs/measured_vllm.md)."""
 LARGEST_MIXED = 512
 """Above this, attention of a whole graph's fixed shape is work that its rows may not need; pieces have none of it."""
 
@@ -85,7 +88,7 @@ def default_sizes(settings: Settings, *, paced: bool = False, wide: bool = False
     """The sizes that are captured when the user gives none.
 
     Decodes go to the most requests there can be. Small batches share sizes further apart: there a step's time is that
-    of reading the weights, whatever its tokens.
+    of reading the weights, whatever its tokens, but for some attention of wide models' further rows.
 
     Args:
         settings: the deployment's limits.
@@ -93,7 +96,9 @@ def default_sizes(settings: Settings, *, paced: bool = False, wide: bool = False
         wide: whether the model has `wide_layers`.
     """
     tokens, q = settings.max_num_tokens, settings.query_len
-    decode = tuple(size * q for size in geometric(min(settings.max_num_reqs, tokens // q)))
+    most = min(settings.max_num_reqs, tokens // q)
+    rows = {*geometric(most), *(range(8, min(most, DECODE_TO), 8) if wide else ())}
+    decode = tuple(size * q for size in sorted(rows))
     every = {16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096}
     if wide:
         own = get_policy("vllm").sizes(settings).piecewise

@@ -112,6 +112,28 @@ def served(tmp_path: Path, *more: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
 
 
+def test_sides_are_served_at_either_speed_of_replays_and_then_each_at_its_own(tmp_path: Path) -> None:
+    shim = json.dumps({"additional_config": {"kpolicy": {"second_context": True}}})
+    command = [
+        "--models", HERE, "--traces", HERE, "--out", str(tmp_path), "--only", "qwen05b", "--repeats", "2",
+        "--loads", "decode-4", "--states", "decode-2=3", "--scale", "0.1", "--kpolicy", shim, *FAKE,
+    ]  # fmt: skip
+    assert stock_vs_kpolicy.main(command) == 0
+    written = json.loads((tmp_path / "vllm_stock_vs_kpolicy.json").read_text())
+    found = {(row["of"], row["load"]): row for row in written["states"] if row["figure"] == "gap_p50_ms"}
+    assert set(found) == {("stock", "decode-2"), ("kpolicy", "decode-2")}
+    assert [(row["slow"], row["quick"], row["ratio"], row["repeats"]) for row in found.values()] == [
+        (4.0, 2.0, 2.0, 3), (2.0, 1.0, 2.0, 3)
+    ]  # fmt: skip
+    raw = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
+    turns = {(row["side"], row["state"]) for row in raw if row["load"] == "decode-4"}
+    assert turns == {("stock", "slow"), ("kpolicy", "quick")}
+    assert next(row for row in written["rows"] if row["load"] == "decode-4")["ratio"] == 4.0
+    before = (tmp_path / "raw.jsonl").read_text()
+    assert stock_vs_kpolicy.main(command) == 0
+    assert (tmp_path / "raw.jsonl").read_text() == before
+
+
 def test_stock_may_be_served_by_a_second_process(tmp_path: Path) -> None:
     """How far apart two are that are the same tells what a ratio is worth."""
     served(tmp_path, "--repeats", "2", "--loads", "decode-4-8", "--sides", "stock", "kpolicy", "again")
