@@ -128,6 +128,19 @@ def steadier(first: Sequence[float], gaps: Sequence[float]) -> dict[str, float]:
     return found
 
 
+def shifted(requests: list[list[float]], seed: str, most_s: float) -> list[list[float]]:
+    """The requests, each up to so much later by the turn's seed: alike on all sides, and otherwise in each turn.
+
+    Arrivals of a trace are the same in every turn, so that one that lies where a step ends falls on the same side of
+    it again and again. What comes at once stays as it is, and so does the first request.
+    """
+    if not most_s or not requests[-1][0]:
+        return requests
+    chance = random.Random(f"shift {seed}")
+    first, *others = requests
+    return [first, *sorted([at + chance.random() * most_s, prompt, output] for at, prompt, output in others)]
+
+
 class Engine:
     """A vLLM engine in this process.
 
@@ -164,6 +177,7 @@ class Engine:
         self.scheduler = core.scheduler
         worker = core.model_executor.driver_worker.worker
         self.runner = worker.model_runner
+        self._shift_s = options.shift_ms / 1e3
         self._step_tokens = self.scheduler.max_num_scheduled_tokens
         self.taken: list[tuple[str, int]] = []
         self.stats: list[tuple[Any, ...]] = []
@@ -249,6 +263,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         self.scheduler.max_num_scheduled_tokens = step_tokens or self._step_tokens
+        requests = shifted(requests, seed, self._shift_s)
         chance, vocab = random.Random(seed), self.engine.vllm_config.model_config.get_vocab_size()
         prompts = [chance.choices(range(10, vocab - 10), k=int(prompt)) for _, prompt, _ in requests]
         params = [
@@ -385,6 +400,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--break-attention", type=float, default=0.0, help="multiplies attention's scale, for a check")
+    parser.add_argument(
+        "--shift-ms",
+        type=float,
+        default=0.0,
+        help="most milliseconds by which a turn's arrivals come later; see `shifted`",
+    )
     parser.add_argument("--hold", action="store_true", help="wait for a line before the shim times graphs")
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(1, 9)  # ends with its parent

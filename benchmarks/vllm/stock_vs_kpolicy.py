@@ -13,6 +13,10 @@ With ``--states LOAD=N`` each side first serves that load N times with either sp
 quick one where the shim's ``second_context`` is on, else the slow one. Without it sides that share a GPU have whichever
 the last start of any left.
 
+First tokens of a load are told by the quantiles of all turns' requests together too (``ttft_all_p50_ms``,
+``ttft_all_p99_ms``), which is what a comparison is judged by where turns have few requests; ``--shift-ms`` moves
+arrivals by chance, other each turn and alike on all sides.
+
 Raw rows go to ``OUT/raw.jsonl`` as they come; rows already there, or in ``--done``, aren't measured again.
 
 Run: ``python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --out OUT --date D``.

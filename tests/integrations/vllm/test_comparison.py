@@ -53,6 +53,35 @@ def test_steadier_figures_are_of_all_requests_and_slow_gaps() -> None:
     assert {each["figure"]: each["ratio"] for each in summarise(rows)} == {"ttft_geo_ms": 2.0, "gap_slow_ms": 3.0}
 
 
+def test_first_tokens_of_all_turns_together_have_their_quantiles() -> None:
+    """One slow turn of three moves a median of turns' ratios, and hardly the median of all requests."""
+    stock = [[10.0, 20.0, 30.0], [10.0, 20.0, 30.0], [10.0, 90.0, 95.0]]
+    rows = [row("stock", i, ttft_ms=each) for i, each in enumerate(stock)]
+    rows += [row("kpolicy", i, ttft_ms=[value / 2 for value in each]) for i, each in enumerate(stock)]
+    found = {each["figure"]: each for each in summarise(rows)}
+    middle, last = found["ttft_all_p50_ms"], found["ttft_all_p99_ms"]
+    assert (middle["stock"], middle["kpolicy"], middle["ratio"], middle["repeats"]) == (20.0, 10.0, 2.0, 3)
+    assert (last["stock"], last["kpolicy"], last["ratio"]) == (95.0, 47.5, 2.0)
+    # Both sides' turns are drawn together, so what differs from turn to turn alike is in no interval.
+    assert (middle["low"], middle["high"]) == (2.0, 2.0)
+    del rows[0]["ttft_ms"]
+    assert not summarise(rows)
+
+
+def test_arrivals_are_shifted_alike_on_all_sides_and_otherwise_each_turn() -> None:
+    requests = [[0.0, 5, 1], [1.0, 6, 2], [1.001, 7, 3], [2.0, 8, 4]]
+    first, again, other = (child.shifted(requests, seed, 0.012) for seed in ("chat 0", "chat 0", "chat 1"))
+    assert first == again != other
+    assert first[0] == requests[0]
+    assert sorted(each[1:] for each in first) == sorted(each[1:] for each in requests)
+    starts = {each[1]: each[0] for each in first}
+    assert all(0 <= starts[prompt] - at < 0.012 for at, prompt, _ in requests)
+    assert [at for at, _, _ in first] == sorted(at for at, _, _ in first)
+    assert child.shifted(requests, "chat 0", 0.0) == requests
+    burst = [[0.0, 5, 1]] * 3
+    assert child.shifted(burst, "burst 0", 0.012) == burst
+
+
 def test_pairs_are_of_one_repeat() -> None:
     rows = [
         row("stock", 0, requests_per_s=1.0),
