@@ -10,7 +10,7 @@ from kpolicy.costs import Cost
 from kpolicy.decision import Decision
 from kpolicy.kv_span import NOT_RECORDED
 from kpolicy.modes import Mode, Rows
-from kpolicy.policies.auto import cheapest, deciding, in_tail
+from kpolicy.policies.auto import SPLIT_MARGIN, cheapest, clear_us, deciding, in_tail, near_tie
 from kpolicy.policies.base import (
     Policy,
     PolicyContext,
@@ -148,17 +148,20 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
     costs = [context.costs.cost(way.launches, numbers) for way in ways]
     mine = costs[ways.index(chosen)]
     long_gaps = [in_tail(way, cost, numbers) for way, cost in zip(ways, costs, strict=True)]
-    shortest_us = min(cost.cycle_us for cost, long in zip(costs, long_gaps, strict=True) if not long or all(long_gaps))
+    clearly_us = clear_us(ways, costs)
+    near = [near_tie(way, cost, clearly_us) for way, cost in zip(ways, costs, strict=True)]
+    left_out = [long or tie for long, tie in zip(long_gaps, near, strict=True)]
+    shortest_us = min(cost.cycle_us for cost, out in zip(costs, left_out, strict=True) if not out or all(left_out))
     limit_us = context.objective.first_token_limit * shortest_us if numbers.num_prefills else float("inf")
     considered = [
         Considered(
             way.mode.value if way.form is None else f"{way.mode.value}/{way.form.value}",
             "; ".join(str(launch) for launch in way.launches) or "nothing to run",
             cost,
-            "chosen" if way == chosen else _lost(policy, cost, mine, limit_us, long, numbers, context),
+            "chosen" if way == chosen else _lost(policy, cost, mine, limit_us, long, tie, numbers, context),
             way == chosen,
         )
-        for way, cost, long in zip(ways, costs, long_gaps, strict=True)
+        for way, cost, long, tie in zip(ways, costs, long_gaps, near, strict=True)
     ]
     considered.sort(key=lambda each: (not each.chosen, _score(each, context)))
     considered += _illegal(ways, numbers, context)
@@ -178,7 +181,7 @@ def _score(each: Considered, context: PolicyContext) -> float:
 
 
 def _lost(
-    policy: Policy, cost: Cost, chosen: Cost, limit_us: float, long_gaps: bool, numbers: BatchNumbers,
+    policy: Policy, cost: Cost, chosen: Cost, limit_us: float, long_gaps: bool, near: bool, numbers: BatchNumbers,
     context: PolicyContext,
 ) -> str:  # fmt: skip
     score, best = (context.costs.score(each, context.objective) for each in (cost, chosen))
@@ -192,6 +195,8 @@ def _lost(
     if cost.cycle_us > limit_us:
         limit = context.objective.first_token_limit
         return f"delays the prefill rows beyond {limit:g}x of the best way for them; {difference}"
+    if near:
+        return f"not {SPLIT_MARGIN:.0%} shorter than the best way that doesn't divide the batch; {difference}"
     if score < best:
         return f"the policy doesn't consider it; {difference}"
     return "as cheap, but it comes later in the policy's order"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as run_settings
 
-from kpolicy.costs import Curve, analytic_costs
+from kpolicy.costs import CostTable, Curve, HostCost, analytic_costs
 from kpolicy.engine import Engine
 from kpolicy.errors import NoLegalModeError
 from kpolicy.kv_span import KvSpan
@@ -82,13 +82,32 @@ def test_every_way_is_there_with_the_chosen_one_first(
 @given(shape=shapes(), costs=cost_tables())
 @run_settings(max_examples=40, deadline=None)
 def test_the_chosen_way_of_auto_costs_least_among_those_it_may_take(shape: BatchShape, costs: object) -> None:
-    """No other row of `auto` scores below the chosen one, unless prefill rows would wait too long, or decodes often."""
+    """No other row of `auto` scores below the chosen one, but for those that it says to leave out, and why."""
     told = engine(costs=costs, objective="0.5:0.5")
     explanation = told.explain(shape)
     score = [told.costs.score(each.cost, told.objective) for each in explanation.considered if each.cost]
     others = [each for each in explanation.considered[1:] if each.cost]
     for each, other in zip(others, score[1:], strict=True):
-        assert other >= score[0] or each.verdict.startswith(("delays the prefill rows", "more of the longest"))
+        out = ("delays the prefill rows", "more of the longest", "not 2% shorter")
+        assert other >= score[0] or each.verdict.startswith(out)
+
+
+def test_a_split_that_is_hardly_shorter_says_so() -> None:
+    """It is left out, and delays nothing; beside it one that is clearly shorter is chosen."""
+    line, shape = Curve((1, 2048), (1.0, 2048.0)), BatchShape(decodes=[(1, 8)], prefills=[(1020, 0)])
+    objective = Objective(first_token_limit=1.0)
+    for eager_us, chosen in ((1040.0, "eager"), (1060.0, "split/beside")):
+        costs = CostTable(
+            version="by hand", measured=True, full=line, piecewise=line, eager=line, overlap_cost=0.0,
+            host_full=HostCost(10.0), host_piecewise=HostCost(100.0), host_eager=HostCost(eager_us),
+        )  # fmt: skip
+        ways = Engine("auto", attention="uniform", ladder=[8, 1024], costs=costs, objective=objective).explain(shape)
+        assert ways.considered[0].label == chosen
+        told = {each.label: each.verdict for each in ways.considered if "PIECEWISE" in each.launches}
+        if chosen == "eager":
+            wanted = "not 2% shorter than the best way that doesn't divide the batch; -1.5% step time"
+            assert told["split/beside"] == wanted, told
+    assert told["split/beside"] == "chosen"
 
 
 def test_decodes_ahead_that_make_long_gaps_more_say_so() -> None:

@@ -32,7 +32,29 @@ from kpolicy.shapes import BatchNumbers, BatchShape
 if TYPE_CHECKING:
     from kpolicy.policies.auto_tables import AutoTables
 
-__all__ = ["AutoPolicy", "cheapest", "choose", "deciding", "in_tail", "rate", "spread", "wait_of"]
+__all__ = [
+    "CLEARLY",
+    "SPLIT_MARGIN",
+    "AutoPolicy",
+    "cheapest",
+    "choose",
+    "clear_us",
+    "deciding",
+    "in_tail",
+    "near_tie",
+    "rate",
+    "spread",
+    "wait_of",
+]
+
+SPLIT_MARGIN = 0.02
+"""Share of the cycle by which a SPLIT of one decode step must be shorter than every way that doesn't divide the batch
+
+Tables aren't that exact. On an H200, with Llama-3.1-8B, such splits that were expected to win by 0.04 to 0.9% took 1.5
+to 3.0% longer, with no shorter gap (docs/measured_gpu.md, regret); margins of 1, 2 and 5% mend the same picks there.
+"""
+CLEARLY = 1 - SPLIT_MARGIN
+"""Of the best whole way's cycle, what a SPLIT of one decode step must take less than"""
 
 NO_FORMS = "none"
 """No form, as text"""
@@ -59,9 +81,13 @@ class AutoPolicy:
     """Scores every legal way on `step_us` and `gap_us` and takes the lowest; on ties the mode with fewer launches.
 
     Among captured sizes that hold the rows it takes the cheapest, which needn't be the next: measured times aren't
-    monotone in size. A way that delays the prefill rows by more than the objective's `first_token_limit` over the
-    best way for them is left out. So are several decode steps beside a prompt where each takes longer than one gap in a
-    hundred did so far, if that is known (`kpolicy.shapes.GAP_TAIL_US`).
+    monotone in size. Three kinds of ways are left out:
+
+    - a SPLIT of one decode step that isn't shorter by `SPLIT_MARGIN` than every legal way that doesn't divide the
+      batch;
+    - several decode steps beside a prompt where each takes longer than one gap in a hundred did so far, if that is
+      known (`kpolicy.shapes.GAP_TAIL_US`);
+    - what delays the prefill rows by more than the objective's `first_token_limit` over the best of the rest for them.
 
     Args:
         forms: the forms of SPLIT that are considered, in the order of `SplitForm`; as text joined by ``+``, or
@@ -195,8 +221,12 @@ def _least(
     ways: Sequence[Way], costs: Sequence[Cost], numbers: BatchNumbers, context: PolicyContext
 ) -> tuple[Way, Reason]:
     """The lowest score; the shorter cycle where scores are equal, then the earlier way."""
-    objective = context.objective
-    considered = [i for i, cost in enumerate(costs) if not in_tail(ways[i], cost, numbers)] or range(len(ways))
+    objective, limit_us = context.objective, clear_us(ways, costs)
+    considered = [
+        i
+        for i, cost in enumerate(costs)
+        if not in_tail(ways[i], cost, numbers) and not near_tie(ways[i], cost, limit_us)
+    ] or range(len(ways))
     shortest_us = min(costs[i].cycle_us for i in considered)
     limit = objective.first_token_limit * shortest_us if numbers.num_prefills else float("inf")
     ranked = [
@@ -208,6 +238,17 @@ def _least(
     if best.mode is Mode.EAGER:
         return best, eager_reason(context)
     return best, Reason.CHEAPEST_MEASURED if context.costs.measured else Reason.CHEAPEST_ANALYTIC
+
+
+def clear_us(ways: Sequence[Way], costs: Sequence[Cost]) -> float:
+    """What a SPLIT of one decode step must take less than; infinite where every way divides the batch."""
+    wholes = (cost.cycle_us for way, cost in zip(ways, costs, strict=True) if way.mode is not Mode.SPLIT)
+    return CLEARLY * min(wholes, default=float("inf"))
+
+
+def near_tie(way: Way, cost: Cost, limit_us: float) -> bool:
+    """Whether it is a SPLIT of one decode step that isn't shorter by the margin; `limit_us` is `clear_us`."""
+    return way.mode is Mode.SPLIT and way.launches[0].repeat == 1 and cost.cycle_us >= limit_us
 
 
 def in_tail(way: Way, cost: Cost, numbers: BatchNumbers) -> bool:

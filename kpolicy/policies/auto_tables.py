@@ -4,9 +4,9 @@ Uniform decode batches read one row: the graph, and the device time up to which 
 every other way keeps the host busy for longer than that. Other batches are scored in place, over the ways of
 `legal_ways` in their order and with the arithmetic of `CostTable.cost`, so that `select` equals `AutoPolicy.decide` to
 the last bit. Where each decode row runs one step, the gap is the cycle, so the shortest cycle has the least score
-whatever the weights. Steps with LoRA or with forbidden modes get tables of their own at first use. What is left (eager
-forbidden, row limits that token counts can't tell, two sizes of which the whole batch tells the cheaper) goes through
-prepared ways.
+whatever the weights; one that divides the batch must be shorter by `SPLIT_MARGIN`. Steps with LoRA or with forbidden
+modes get tables of their own at first use. What is left (eager forbidden, row limits that token counts can't tell, two
+sizes of which the whole batch tells the cheaper) goes through prepared ways.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kpolicy.decision import Decision
 from kpolicy.modes import Mode, SplitForm
 from kpolicy.overlap import Overlap
 from kpolicy.policies import ranks
-from kpolicy.policies.auto import cheapest, cheapest_of_unlike, choose, rate, spread, wait_of
+from kpolicy.policies.auto import CLEARLY, cheapest, cheapest_of_unlike, choose, rate, spread, wait_of
 from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way, steps_ahead
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
@@ -111,7 +111,7 @@ class AutoTables:
         if len(ways) < 2 or (numbers.max_decode_steps > 1 and ways[-1].mode is Mode.SPLIT):
             way, reason = choose(numbers, ways, self._context, lambda way: times.cost(way, largest))
             return self._made(spread(way, times.wait_of(way, largest) if self._context.spreads else None), reason)
-        # The shortest cycle, as `select` has it.
+        # The shortest cycle but for near ties, as `select` has it.
         way = times.soonest(ways, largest)
         way = spread(way, times.wait_of(way, largest) if self._context.spreads else None)
         return self._made(way, eager_reason(self._context) if way.mode is Mode.EAGER else self._reason)
@@ -354,20 +354,21 @@ class AutoTables:
                 if not (usual and overlap[0] <= 1.0):
                     return None
                 cost, outlasted, _ = overlap
-                # Beside takes no longer than in turn: where it can't be the shortest no form of one step can.
+                # Beside takes no longer than in turn: where it isn't clearly the shortest no form of one step is.
+                clear_us = CLEARLY * least
                 d_device, d_host = decode[1] + decode_us, decode_host + full_req * num_decodes + decode[5]
                 t_device = dense_eager[prefill_tokens] + prefill_us
                 prompt_last, decodes_last = t_device + cost * d_device, d_device + outlasted * t_device
                 device = prompt_last if prompt_last >= decodes_last else decodes_last
                 host = d_host + (eager_prompt + eager_req * num_prefills)
-                wins = (device if device >= host else host) + step_us < least
+                wins = (device if device >= host else host) + step_us < clear_us
                 piece = pieces[prefill_tokens] if prefill_tokens < num_pieces else None
                 if piece is not None and not wins:
                     t_device = piece[1] + prefill_us
                     prompt_last, decodes_last = t_device + cost * d_device, d_device + outlasted * t_device
                     device = prompt_last if prompt_last >= decodes_last else decodes_last
                     host = d_host + (piece_prompt + piece_req * num_prefills + piece[5])
-                    wins = (device if device >= host else host) + step_us < least
+                    wins = (device if device >= host else host) + step_us < clear_us
                 spared_us, tail_us = 0.0, _INFINITY
                 if max_decode_steps > most_unlooked:
                     own_us = d_row * num_decodes + d_unit * decode_kv
@@ -401,7 +402,7 @@ class AutoTables:
             prefill_us: attention of the prefill half.
             num_prefills: its rows.
             max_decode_steps: decode steps that may run.
-            least: the shortest cycle of the ways that don't split.
+            least: the shortest cycle of the ways that don't split, by which one step of decodes must be beaten clearly.
             step: active LoRAs and forbidden modes.
         """
         costs = self._context.costs
@@ -415,19 +416,22 @@ class AutoTables:
             turns.append((piece, piece.rate + prefill_us, piece_host_us + piece.padding_us))
         turns.append((None, self._eager_us[prefill_tokens] + prefill_us, eager_host_us))
         form = tail = None
+        clearly = CLEARLY * least
         for each, t_device, t_host in turns:
             device, host = d_device + t_device, d_host + t_host
             cycle = (device if device >= host else host) + step_us
-            if cycle < least:
-                least, form, tail = cycle, _IN_TURN, each
+            if cycle < clearly:
+                clearly, form, tail = cycle, _IN_TURN, each
         for each, t_device, t_host in turns:
             host = d_host + t_host
             device = overlap.device_us(d_device, t_device)
             cycle = (device if device >= host else host) + step_us
-            if cycle < least:
-                least, form, tail = cycle, _BESIDE, each
+            if cycle < clearly:
+                clearly, form, tail = cycle, _BESIDE, each
+        if form is not None:
+            least = clearly
         if max_decode_steps > 1 and SplitForm.DECODES_BESIDE in self._forms:
-            steps, each, cycle = self._several(decode_us, turns, max_decode_steps, least)
+            steps, each, cycle = self._several(decode_us, turns, max_decode_steps, least, least)
             if steps > 1:
                 wait = costs.wait_share(d_device, d_host, overlap, cycle, steps) if self._context.spreads else None
                 return self._split(decode, piece, each, SplitForm.DECODES_BESIDE, steps, wait, prefill_tokens, step)
@@ -439,24 +443,28 @@ class AutoTables:
 
     def _several(
         self, decode_us: _DecodeStep, turns: Sequence[tuple[Entry | None, float, float]],
-        most_steps: int, least: float,
+        most_steps: int, least: float, shortest: float,
     ) -> tuple[int, Entry | None, float]:  # fmt: skip
         """Decode steps to run beside the prefill half, its graph and the cycle; 1 step where another way is as good.
 
-        Here the score isn't the cycle. No cycle is shorter than `least`, that of the best way with one step.
+        Here the score isn't the cycle. Where one step beside the prompt was left out for `SPLIT_MARGIN`, several may be
+        shorter than the best way with one.
 
         Args:
             decode_us: as `_divided` has it.
             turns: the prefill half's graph or None, its device time, and its host time.
             most_steps: decode steps that may run.
-            least: the shortest cycle of all ways with one decode step.
+            least: the shortest cycle of all ways with one decode step that are considered.
+            shortest: of all ways that are, as far as they were looked at.
         """
         costs, objective = self._context.costs, self._context.objective
         step_weight, gap_weight = objective.step_weight, objective.gap_weight
         step_us = costs.step_us
         d_device, d_host, overlap, spared_us, tail_us = decode_us
-        limit = objective.first_token_limit * least
-        best_score, best_cycle = step_weight * least + gap_weight * least, least
+        limit = objective.first_token_limit * shortest
+        best_score = best_cycle = _INFINITY
+        if least <= limit:
+            best_score, best_cycle = step_weight * least + gap_weight * least, least
         best: tuple[int, Entry | None, float] = (1, None, least)
         for steps in steps_ahead(most_steps):
             within = False
@@ -467,6 +475,8 @@ class AutoTables:
                 cycle = (device if device >= host else host) + step_us
                 within = within or cycle <= limit
                 if cycle <= limit and cycle / steps <= tail_us:
+                    if cycle < shortest:
+                        return self._several(decode_us, turns, most_steps, least, cycle)
                     score = step_weight * (cycle - (steps - 1) * spared_us) + gap_weight * (cycle / steps)
                     if score < best_score or (score == best_score and cycle < best_cycle):
                         best_score, best_cycle, best = score, cycle, (steps, tail, cycle)

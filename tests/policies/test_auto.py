@@ -5,6 +5,7 @@ import math
 import attrs
 import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from kpolicy.attention.support import Claims
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
@@ -12,7 +13,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.policies import PolicyContext, get_policy
-from kpolicy.policies.auto import AutoPolicy
+from kpolicy.policies.auto import SPLIT_MARGIN, AutoPolicy, clear_us, near_tie
 from kpolicy.policies.base import legal_ways, repeats
 from kpolicy.profiles import load_profile
 from kpolicy.reasons import Basis, Reason
@@ -20,6 +21,7 @@ from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import GAP_TAIL_US, WAITING_REQS, BatchShape
 from kpolicy.step_effects import StepEffects
 from kpolicy.testing.strategies import contexts, shapes
+from tests.policies.near_ties import MIXED, near_ties
 
 SETTINGS = Settings(max_num_reqs=64)
 # A token is a microsecond of dense work, in every mode; attention is free unless a test says otherwise.
@@ -152,11 +154,16 @@ def test_a_graph_that_is_full_wins_where_the_host_bounds_the_step():
 @hypothesis.given(contexts(get_policy("auto:forms=in_turn+beside")), shapes())
 @hypothesis.settings(max_examples=200, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 def test_no_captured_size_would_be_cheaper(context, shape):
-    """Of all sizes that hold the rows or their halves, whatever padding takes and whichever side bounds the step."""
+    """Of all sizes that hold the rows or their halves, whatever padding takes and whichever side bounds the step.
+
+    But for divided ones that are hardly cheaper than a whole one.
+    """
     policy, numbers = get_policy("auto:forms=in_turn+beside"), shape.numbers
     every = legal_ways(numbers, context, lambda keys, _num_tokens: keys, forms=policy.forms)
     hypothesis.assume(every)
-    least_us = min(context.costs.cost(way.launches, numbers).cycle_us for way in every)
+    costs = [context.costs.cost(way.launches, numbers) for way in every]
+    limit_us = clear_us(every, costs)
+    least_us = min(cost.cycle_us for way, cost in zip(every, costs, strict=True) if not near_tie(way, cost, limit_us))
     decision = policy.decide(shape, context)
     assert context.costs.cost(decision.launches, numbers).cycle_us == pytest.approx(least_us, rel=1e-9)
     assert policy.compile(context).select(*numbers) == decision
@@ -182,6 +189,71 @@ def test_split_wins_where_the_mixed_batch_leaves_graph_mode():
     serial = decide(shape, costs=attrs.evolve(costs, overlap_cost=1.0))
     assert serial.form is SplitForm.IN_TURN
     assert decide(shape, costs=costs, claims="none").mode is Mode.EAGER
+
+
+NEAR = BatchShape(decodes=[(1, 8)], prefills=[(1020, 0)])
+"""No graph holds the 1,028 tokens: eagerly 1,028 us of the device; halves beside each other 1,024, by `FREE`."""
+FREE = attrs.evolve(COSTS, overlap_cost=0.0)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency"])
+@pytest.mark.parametrize(
+    ("host_us", "mode"), [(1000.0, Mode.EAGER), (1044.8, Mode.EAGER), (1045.0, Mode.SPLIT), (1100.0, Mode.SPLIT)]
+)
+def test_a_batch_is_divided_where_that_is_clearly_shorter(host_us, mode, objective):
+    """By 2% of the way that doesn't divide it: 1,024 us for 1,044.9 and more, not for less."""
+    costs = attrs.evolve(FREE, host_eager=HostCost(host_us))
+    decision = decide(NEAR, costs=costs, claims="uniform", objective=Objective.parse(objective))
+    assert decision.mode is mode
+    assert SPLIT_MARGIN == 0.02
+
+
+@pytest.mark.parametrize("forms", ["in_turn", "in_turn+beside", "beside"])
+def test_every_form_of_one_step_has_the_margin(forms):
+    """In turn the halves take 1,032 us: 0.8% less than 1,040, 2.3% less than 1,056."""
+    policy = get_policy(f"auto:forms={forms}")
+    for host_us, mode in ((1040.0, Mode.EAGER), (1056.0, Mode.SPLIT)):
+        using = context(attrs.evolve(FREE, host_eager=HostCost(host_us), overlap_cost=1.0), "uniform")
+        decision = policy.decide(NEAR, using)
+        assert decision.mode is mode
+        assert policy.compile(using).select(*NEAR.numbers) == decision
+
+
+def test_a_batch_is_divided_where_nothing_else_is_legal():
+    """Without eager no graph holds it whole: halves run, the quicker form, however near to each other both are."""
+    shape = attrs.evolve(NEAR, forbidden=[Mode.EAGER])
+    assert decide(shape, costs=FREE, claims="uniform").form is SplitForm.BESIDE
+
+
+def test_several_decode_steps_are_scored_as_they_are():
+    """They need no margin, and the bound on the first token is of what is considered: here of two steps, or of none."""
+    shape = attrs.evolve(NEAR, max_decode_steps=2)
+    using = {"costs": FREE, "claims": "uniform"}
+    for objective in (Objective(), Objective.parse("latency"), Objective(1.0, 0.0, 1.0), Objective(0.0, 1.0, 1.0)):
+        assert decide(shape, objective=objective, **using).decode_steps == 2
+    # Each longer than one gap in a hundred did: one step, which is a near tie.
+    shape = attrs.evolve(shape, facts={GAP_TAIL_US: 100})
+    assert decide(shape, **using).mode is Mode.EAGER
+
+
+@pytest.mark.parametrize("spec", ["auto", "auto:forms=in_turn+beside", "auto:forms=beside"])
+def test_near_ties_are_decided_alike(spec):
+    """Prepared as by itself, to the last bit, on both sides of the margin."""
+    policy = get_policy(spec)
+
+    @hypothesis.given(contexts(policy), st.lists(MIXED, min_size=3, max_size=3))
+    @hypothesis.settings(max_examples=100, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+    def check(context, drawn):
+        for shape in drawn:
+            for near in near_ties(context, shape):
+                decision = policy.decide(shape, near)
+                assert policy.compile(near).select(*shape.numbers) == decision
+
+    check()
+    by_hand = context(attrs.evolve(FREE, host_eager=HostCost(1100.0)), "uniform")
+    found = [policy.decide(NEAR, near) for near in near_ties(by_hand, NEAR)]
+    assert [each.mode is Mode.SPLIT for each in found][::4] == [True, False]
+    assert found == [policy.compile(near).select(*NEAR.numbers) for near in near_ties(by_hand, NEAR)]
 
 
 def test_device_bound_models_are_left_alone():

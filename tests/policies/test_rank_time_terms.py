@@ -1,6 +1,7 @@
 """Times that ranks vote, held to `CostTable.cost` term by term, so that none hides behind a longer one."""
 
 import itertools
+from functools import partial
 
 import attrs
 import hypothesis
@@ -13,6 +14,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part, Rows, SplitForm
 from kpolicy.policies import PolicyContext, get_policy
+from kpolicy.policies.auto import choose
 from kpolicy.policies.base import Way
 from kpolicy.policies.rank_times import RankTimes, Voted
 from kpolicy.settings import Objective, Settings
@@ -94,14 +96,17 @@ def test_each_side_is_the_slowest_ranks(overlap):
 
 
 def test_the_soonest_is_found_though_hosts_are_looked_at_first():
-    """The way of the shortest cycle, the earlier on ties, whatever the order."""
+    """As `choose` finds it, the earlier on ties, in any order that has ways that divide the batch last."""
+    context = PolicyContext(claims=Claims.at_level("mixed"), ladder=CaptureLadder(()), costs=TABLE)
     for overlap, full_host in itertools.product((0.0, 1.0), (1.0, 60.0, 900.0)):
         host_full = HostCost(full_host)
         times = RankTimes(attrs.evolve(TABLE, overlap_cost=overlap, host_full=host_full, padding_us=(20.0, 2.0)))
         for shape in RANKS.values():
             largest = voted(times, shape.numbers)
-            for ways in itertools.permutations(ONE_STEP, 3):
-                expected = min(ways, key=lambda way: times.cost(way, largest).cycle_us)
+            for drawn in itertools.permutations(ONE_STEP, 3):
+                ways = sorted(drawn, key=lambda way: way.mode is Mode.SPLIT)
+                cost = partial(times.cost, voted=largest)
+                expected, _ = choose(RANKS["decodes"].numbers, ways, context, cost)
                 assert times.soonest(ways, largest) is expected
 
 

@@ -1,5 +1,6 @@
 """`auto` with several ranks: of the ways that hold every rank's rows it takes the one whose slowest rank ends first."""
 
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -8,12 +9,12 @@ import pytest
 from hypothesis import strategies as st
 
 from kpolicy.attention.support import Claims
-from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
+from kpolicy.costs import AttentionCost, Cost, CostTable, Curve, HostCost, analytic_costs
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part
 from kpolicy.policies import PolicyContext, get_policy
-from kpolicy.policies.auto import cheapest_of_unlike, rate, wait_of
-from kpolicy.policies.base import legal_ways
+from kpolicy.policies.auto import cheapest, cheapest_of_unlike, choose, clear_us, near_tie, rate, wait_of
+from kpolicy.policies.base import Way, legal_ways
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.ranks import reduced_numbers
 from kpolicy.policies.tables import PreparedWays
@@ -22,6 +23,7 @@ from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.step_effects import StepEffects
 from kpolicy.testing.strategies import contexts, shapes
+from tests.policies.near_ties import MIXED, near_ties
 
 ANY = hypothesis.settings(max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 ROUNDED_US = 0.01
@@ -87,7 +89,8 @@ def test_votes_tell_what_the_slowest_rank_takes(context, drawn):
 def test_no_way_would_end_the_slowest_rank_sooner(context, drawn):
     """Where each decode row runs one step, no other way that holds all rows ends the slowest rank sooner.
 
-    By no more than what padding takes more, where only a quicker rank has any.
+    By no more than what padding takes more, where only a quicker rank has any. Halves count where they are clearly
+    shorter than what doesn't divide the batch, by the votes' times.
     """
     costs = attrs.evolve(context.costs, overlap_cost=min(context.costs.overlap_cost, 1), effects=StepEffects())
     context = attrs.evolve(context, costs=costs)
@@ -100,8 +103,57 @@ def test_no_way_would_end_the_slowest_rank_sooner(context, drawn):
     assert len(launches) == 1
     taken = max(context.costs.cost(decisions[0].launches, rank).cycle_us for rank in ranks)
     alike = all(rank == ranks[0] for rank in ranks)
-    others = [slowest + (0.0 if alike else padding_us(way, context, ranks)) for way, _, slowest in found]
+    told = [Cost(us, us, us, us, us) for _, us, _ in found]
+    limit_us = clear_us([way for way, *_ in found], told)
+    others = [
+        slowest + (0.0 if alike else padding_us(way, context, ranks))
+        for (way, _, slowest), cost in zip(found, told, strict=True)
+        if not near_tie(way, cost, limit_us)
+    ]
     assert taken <= min(others, default=taken) + ROUNDED_US
+
+
+def test_ranks_take_near_ties_as_choose_does():
+    """By the votes' times, on both sides of the margin; with a rank that has fewer rows, or none, or the same."""
+    policy = get_policy("auto")
+
+    @hypothesis.settings(ANY, max_examples=300)
+    @hypothesis.given(contexts(policy), MIXED, st.sampled_from([None, BatchShape(), BatchShape.decode(1)]))
+    def check(context, shape, other):
+        for near in near_ties(context, shape):
+            ranks = [shape.numbers, (other or shape).numbers]
+            compiled, times = policy.compile(near), RankTimes(near.costs)
+            votes = reduced(compiled, ranks)
+            numbers, voted = reduced_numbers(votes[:-NUM_TIMES]), Voted._make(votes[-NUM_TIMES:])
+            pick = cheapest_of_unlike if times.pads and voted.unlike(numbers) else cheapest
+            ways = legal_ways(numbers, near, pick(near))
+            wanted, _ = choose(numbers, ways, near, partial(times.cost, voted=voted))
+            agreed = [compiled.agree(votes, rank) for rank in ranks]
+            assert {each.mode for each in agreed} == {wanted.mode}
+            assert len({each.keys for each in agreed}) == 1
+            taken = times.cost(Way(agreed[0].mode, agreed[0].launches), voted)
+            assert taken.cycle_us == pytest.approx(times.cost(wanted, voted).cycle_us, abs=ROUNDED_US)
+
+    check()
+
+
+@pytest.mark.parametrize(("host_us", "mode"), [(1000.0, Mode.EAGER), (1044.8, Mode.EAGER), (1045.0, Mode.SPLIT)])
+def test_ranks_divide_a_batch_where_that_is_clearly_shorter(host_us, mode):
+    """As one rank does (test_auto.py): halves take the slowest 1,024 us, and eagerly a step takes 1,028 or more."""
+    costs = attrs.evolve(COSTS, host_eager=HostCost(host_us), overlap_cost=0.0, prefill_attention=AttentionCost())
+    claims, settings = Claims.at_level("uniform"), Settings(max_num_reqs=16, max_num_tokens=2048)
+    keys = plan_keys(CaptureSizes((8,), (), (16, 1024)), claims, settings)
+    compiled = get_policy("auto").compile(
+        PolicyContext(claims=claims, ladder=CaptureLadder(keys), costs=costs, settings=settings)
+    )
+    ranks = [
+        BatchShape(decodes=[(1, decodes)], prefills=[(prompt, 0)]).numbers
+        for decodes, prompt in ((8, 1020), (3, 1000), (8, 1))
+    ]
+    votes = reduced(compiled, ranks)
+    assert {compiled.agree(votes, rank).mode for rank in ranks} == {mode}
+    votes = reduced(compiled, [rank._replace(forbidden=Mode.EAGER.bit) for rank in ranks])
+    assert {compiled.agree(votes, rank).mode for rank in ranks} == {Mode.SPLIT}
 
 
 @ANY
