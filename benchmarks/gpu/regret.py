@@ -7,9 +7,10 @@ second size of the prompts' alone). Cells of a shape are interleaved in rounds; 
 times the best are left, after three those over 1.2 times and those too late for the bound on time to first token: a
 pick among them is scored by that one sample or those three. There are 14 rounds, or 6 where the noise floor is below
 0.5% by then, or 8 to 12 where it is below 1%. The oracle takes the best cell by every other sample and is scored on the
-rest, and so is every policy; how far the oracle is from the best of its scoring half is the noise floor. A shape whose
-own is above 2% is measured for more rounds, up to 40; `unsure_shapes` is how many of the load's are above it still, by
-the row's objective.
+rest, and so is every policy; how far the oracle is from the best of its scoring half is the noise floor, and of both
+objectives' the larger one tells when a shape is done (in files of 2026-11-28 and before, that of whole cycles and of
+these over the decode steps, late ways too). A shape whose own is above 2% is measured for more rounds, up to 40;
+`unsure_shapes` is how many of the load's are above it still, by the row's objective.
 
 - `step_us`: from the host's call until all outputs are there, less the decode-only time of decode steps beyond the
   first; `gap_us`: that time over the decode steps.
@@ -33,7 +34,8 @@ policy's pick is run once before it is timed, however far off it should be.
 
 `auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes; the tables are in the file, and
 what they were made of in FILE.calibration.json beside it. ``--rescore PROFILE --shapes FILE --summary FILES`` makes the
-table that another cost table's picks would have given on the same cells, as far as they were measured. vLLM's
+table that another cost table's picks would have given on the same cells, as far as they were measured, and ``--repick``
+in its place the one that today's picks would have, each shape's by the table that it was measured with. vLLM's
 replica is that of 0.33: 0.23 and either runner pick the same for all of these shapes, so they have no rows. The
 replicas of vllm-ascend and Kunlun are of other devices.
 
@@ -304,6 +306,28 @@ def measure(
         return (time.perf_counter() - start) * 1e6
 
     costs = {name: auto.costs.cost(decision.launches, numbers) for name, decision in cells.items()}
+
+    def result() -> dict[str, Any]:
+        return {
+            "tokens": [
+                numbers.num_decodes,
+                numbers.num_prefill_tokens,
+                numbers.decode_kv_tokens,
+                numbers.prefill_pairs,
+            ],
+            "times": shape["times"],
+            "picks": picks,
+            "cells": {
+                name: {
+                    "steps": _steps(decision),
+                    "us": [round(each, 1) for each in times[name]],
+                    "expected": [round(costs[name].step_us, 1), round(costs[name].gap_us, 1)],
+                }
+                for name, decision in cells.items()
+            },
+            "alone_us": [round(each, 1) for each in times.get("decodes alone", [])],
+        }
+
     hoped = FAR * min(cost.gap_us for cost in costs.values())
     # What libraries do once for a shape; ways that are far off are given up after one run, which picks are scored by.
     for name in jobs:
@@ -311,11 +335,9 @@ def measure(
             once(name)
     for done in range(MOST_ROUNDS):
         if done >= SURER_ROUNDS and done % 2 == 0:
-            gaps = [[us / _steps(decision) for us in times[name]] for name, decision in cells.items()]
-            limit, whole = _limit(done), [times[name] for name in cells]
-            run_now = [each for each in whole if len(each) == done]
+            run_now = [times[name] for name in cells if len(times[name]) == done]
             unsettled = done < FIRST_ROUNDS + ROUNDS and _unsettled(run_now)
-            if not unsettled and not _unsure(whole, limit) and not _unsure(gaps, limit):
+            if not unsettled and not _unsure(result(), _limit(done)):
                 break
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
         # A cycle beyond this is no way to run a step with prompts, however short its gap.
@@ -327,20 +349,7 @@ def measure(
             kept = name == "decodes alone" or name in (picks["auto"], picks["auto latency"])
             if not done or kept or _hopeful(times[name], jobs[name][0], done, best=best, latest=latest):
                 times[name].append(once(name))
-    return {
-        "tokens": [numbers.num_decodes, numbers.num_prefill_tokens, numbers.decode_kv_tokens, numbers.prefill_pairs],
-        "times": shape["times"],
-        "picks": picks,
-        "cells": {
-            name: {
-                "steps": _steps(decision),
-                "us": [round(each, 1) for each in times[name]],
-                "expected": [round(costs[name].step_us, 1), round(costs[name].gap_us, 1)],
-            }
-            for name, decision in cells.items()
-        },
-        "alone_us": [round(each, 1) for each in times.get("decodes alone", [])],
-    }
+    return result()
 
 
 def _hopeful(times: Sequence[float], decision: Any, rounds: int, *, best: float, latest: float) -> bool:
@@ -363,16 +372,12 @@ def _unsettled(cells: Sequence[Sequence[float]]) -> bool:
     return any(max(half) > (1 + UNSETTLED) * min(half) for half in halves)
 
 
-def _unsure(cells: Sequence[Sequence[float]], limit: float = UNSURE) -> bool:
-    """Whether the best cell by every other sample is that far off the best by the rest; cells given up don't count.
+def _unsure(shape: dict[str, Any], limit: float = UNSURE) -> bool:
+    """Whether a shape's noise floor, as rows have it, is above the limit by either objective.
 
-    `measure` asks it of whole cycles and of cycles over decode steps, late cells too, which is nearly what rows score.
     After `MOST_ROUNDS` rounds any floor is taken: `summarise` counts shapes above the limit (`unsure_shapes`).
     """
-    kept = [each for each in cells if len(each) > FIRST_ROUNDS]
-    oracle = min(kept, key=lambda each: statistics.median(each[0::2]))
-    best = min(statistics.median(each[1::2]) for each in kept)
-    return statistics.median(oracle[1::2]) > (1 + limit) * best
+    return any(_scores(shape, objective).unsure(limit) for objective in AUTO)
 
 
 def _steps(decision: Any) -> int:
@@ -476,20 +481,30 @@ def _plain(costs: Any) -> Any:
     return json.loads(dumps(Profile(costs=costs, device="", model="")))["costs"]
 
 
-def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any) -> tuple[dict[str, Any], int]:
-    """(the results with what `auto` would pick by another cost table, shapes left out for an unmeasured pick).
+def _costs(plain: dict[str, Any]) -> Any:
+    """The cost table that `_plain` made that of."""
+    from kpolicy.schemas import Profile, loads
+
+    head = {"schema": "kpolicy/profile", "version": [1, 0], "device": "", "model": ""}
+    return loads(json.dumps({**head, "costs": plain}), Profile).costs
+
+
+def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any = None) -> tuple[dict[str, Any], int]:
+    """(the results with what `auto` would pick, shapes left out for an unmeasured pick).
 
     Args:
         at: results.
         shapes: the model's shapes that they are of, by load.
-        costs: the table.
+        costs: another cost table, for all shapes; by default each is decided by the table that it was measured with.
     """
-    engines = autos(_simulated(at, costs), _own(at))
+    tables = [_costs(each["costs"]) for each in at["tables"]] if costs is None else [costs]
+    engines = [autos(_simulated(at, each), _own(at)) for each in tables]
     cells = {}
     for key, cell in at["cells"].items():
         load, _, i = key.rpartition("/")
         numbers = numbers_of(shapes[load]["shapes"][int(i)])
-        picks = {name: name_of(engine.select(*numbers)) for name, engine in engines.items()}
+        using = engines[cell.get("table", 0) if costs is None else 0]
+        picks = {name: name_of(engine.select(*numbers)) for name, engine in using.items()}
         # Decode steps that wait for their place take as long as at once, which is what older files have.
         picks = {name: pick if pick in cell["cells"] else at_once(pick) for name, pick in picks.items()}
         if all(cell["cells"].get(pick, {}).get("us") for pick in picks.values()):
@@ -581,6 +596,10 @@ class _Scores:
     unbounded: str
     late: frozenset[str]
 
+    def unsure(self, limit: float = UNSURE) -> bool:
+        """Whether the noise floor is above the limit."""
+        return self.us[self.oracle] > (1 + limit) * self.least
+
 
 def _scores(shape: dict[str, Any], objective: str) -> _Scores:
     """What one shape's cells are worth by that objective."""
@@ -664,7 +683,7 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
             oracle_us.append(oracle * weight)
             unbounded_us.append(scores.us[scores.unbounded] * weight)
             floors.append((oracle - scores.least) * weight)
-            unsure += oracle > (1 + UNSURE) * scores.least
+            unsure += scores.unsure()
             for policy, pick in shape["picks"].items():
                 taken.setdefault(policy, []).append(scores.us[pick] * weight)
                 late[policy] = late.get(policy, 0.0) + weight * (pick in scores.late)
@@ -733,6 +752,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--summary", type=input_file, nargs="*")
     parser.add_argument("--rescore", type=profile, help="a profile: the table as its picks would have made it")
     parser.add_argument(
+        "--repick", action="store_true", help="the table as today's picks by each shape's own cost table would make it"
+    )
+    parser.add_argument(
         "--own-graphs", action="store_true", help="fixed policies and replicas pick anew, each among its own graphs"
     )
     parser.add_argument("--json", type=output_file)
@@ -753,8 +775,9 @@ def main(argv: list[str] | None = None) -> int:
             at, without = own_graphs(at, shapes)
             for load, names in without.items():
                 sys.stderr.write(f"{at['model']}, {load}: without {', '.join(sorted(names))}, with unmeasured picks\n")
-        if options.rescore:
-            at, left_out = repicked(at, shapes, load_profile(options.rescore).costs)
+        if options.rescore or options.repick:
+            costs = load_profile(options.rescore).costs if options.rescore else None
+            at, left_out = repicked(at, shapes, costs)
             sys.stderr.write(f"{at['model']}: {left_out} shapes left out, whose pick wasn't measured\n")
         rows += [
             row for load in dict.fromkeys(key.rpartition("/")[0] for key in at["cells"]) for row in summarise(at, load)

@@ -22,6 +22,7 @@ from benchmarks.gpu import beside, correct, end_to_end, gpt2, kernels, overlap, 
 from benchmarks.gpu.common import Results, interval_of_mean, load_model, open_engines  # noqa: E402
 from kpolicy.modes import Rows  # noqa: E402
 
+RAW = Path(__file__).parents[2] / "benchmarks/results/h200/raw"
 QWEN: dict[str, Any] = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864,
     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
@@ -552,17 +553,43 @@ def test_regret_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all((row["shapes"], row["too_long"], row["rate"]) == (1, 5, 1.0) for row in rows)
     assert all(row["noise_floor"] >= 0 for row in rows)
     monkeypatch.setattr(regret, "MOST_ROUNDS", 10)
-    for unsure, rounds in ((False, regret.SURER_ROUNDS), (True, 10)):
-        monkeypatch.setattr(regret, "_unsure", lambda *_, unsure=unsure: unsure)
+    monkeypatch.setattr(regret, "UNSETTLED", math.inf)
+    # By what rows score, either objective's floor.
+    for floors, rounds in (((0.004, 0.004), regret.SURER_ROUNDS), ((0.03, 0.0), 10), ((0.0, 0.03), 10)):
+        least = dict(zip(("step_us", "gap_us"), (100.0 / (1 + floor) for floor in floors), strict=True))
+        monkeypatch.setattr(
+            regret,
+            "_scores",
+            lambda _, kind, least=least: regret._Scores({"a": 100.0}, "a", least[kind], "a", frozenset()),
+        )
         found = regret.measure({"decodes": [9, 5], "chunks": [], "steps": 1, "times": 1}, model, engines)
         assert max(len(cell["us"]) for cell in found["cells"].values()) == rounds
 
 
 def test_a_shape_that_is_unsure_is_measured_longer() -> None:
-    """Its best by one half of the samples is over 2% off the best by the other; ways given up don't count."""
-    steady, other, given_up = [100.0] * 14, [99.0, 103.0] * 7, [50.0] * 3
-    assert regret._unsure([steady, other, given_up])
-    assert not regret._unsure([steady, [101.0] * 14, given_up])
+    """Its best by one half of the samples is over 2% off the best by the other, by the time that rows score."""
+    steady, other, late = [100.0] * 14, [99.0, 103.0] * 7, [150.0, 300.0] * 7
+
+    def of(alone_us: float = 0.0, **cells: list[float]) -> dict[str, Any]:
+        found = {name: {"steps": 2, "us": us} for name, us in cells.items()}
+        return {"tokens": [4, 16, 40, 200], "cells": found, "alone_us": [alone_us]}
+
+    assert regret._unsure(of(a=steady, b=other))
+    assert not regret._unsure(of(a=steady, b=[101.0] * 14))
+    assert not regret._unsure(of(a=steady, b=[101.0] * 14, c=late)), "late cells have no say"
+    # 0.4% of a cycle are 2.7% of 15 us, which is what is left without a decode step of 85.
+    near = {"a": [100.0, 100.4] * 3, "b": [100.2, 100.0] * 3}
+    assert not regret._unsure(of(**near), regret._limit(6))
+    assert regret._unsure(of(85.0, **near), regret._limit(6))
+    assert regret._unsure(of(85.0, **near))
+
+
+@pytest.mark.parametrize(("model", "key"), [("qwen05b", "conversation x1/39"), ("llama8b", "code x6/16")])
+def test_shapes_that_were_done_too_soon_would_be_measured_longer(model: str, key: str) -> None:
+    """After six samples on 2026-11-28, with a noise floor above 2%."""
+    cell = json.loads((RAW / f"regret_{model}.json").read_text())["cells"][key]
+    assert max(len(each["us"]) for each in cell["cells"].values()) == 6
+    assert regret._unsure(cell)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,29 @@ def test_another_table_picks_anew(tmp_path: Path) -> None:
     assert rows["full"]["over_auto"] == pytest.approx(0.1111, abs=1e-4)
 
 
+def test_today_picks_anew_by_each_shapes_own_table(tmp_path: Path) -> None:
+    """Of a file that went on with another calibration: full by the first, pieces by the second."""
+    full, pieces = "full all:FULL 4t/4r q=1:@0x1", "piecewise all:PIECEWISE 4t:@0x1"
+    cells = {full: {"steps": 1, "us": [100.0] * 4}, pieces: {"steps": 1, "us": [90.0] * 4}}
+    measured = {"tokens": [4, 0, 40, 0], "times": 1, "picks": picks(pieces, full=full), "cells": cells, "alone_us": []}
+    tables = [analytic_costs(), attrs.evolve(analytic_costs(), host_full=HostCost(50_000.0))]
+    at = {
+        "model": "m", "support": "mixed", "tables": [{"costs": regret._plain(each)} for each in tables],
+        "cells": {f"{LOAD}/0": {"table": 0, **measured}, f"{LOAD}/1": {"table": 1, **measured}},
+    }  # fmt: skip
+    shapes = {LOAD: {"shapes": [{"decodes": [10] * 4, "chunks": [], "steps": 1}] * 2}}
+    found, left_out = regret.repicked(at, shapes)
+    assert not left_out
+    assert [cell["picks"]["auto"] for cell in found["cells"].values()] == [full, pieces]
+    files = [tmp_path / name for name in ("at.json", "shapes.json", "out.json")]
+    files[0].write_text(json.dumps(at))
+    files[1].write_text(json.dumps({"m": shapes}))
+    options = ["--repick", "--summary", str(files[0]), "--shapes", str(files[1]), "--json", str(files[2])]
+    assert regret.main(options) == 0
+    rows = {row["policy"]: row for row in json.loads(files[2].read_text())}
+    assert rows["auto"]["mean_regret"] == pytest.approx(10 / 180, abs=1e-5)
+
+
 def test_policies_pick_among_their_own_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The replica of vLLM is eager above 512 tokens; a policy with a pick that wasn't measured is left out."""
     eager, pieces = "eager all:eager:@0x1", "piecewise all:PIECEWISE 640t:@0x1"
@@ -315,4 +338,4 @@ def test_a_cell_whose_halves_are_apart_is_unsettled() -> None:
     steady, moved = [22.0, 22.3, 22.3, 22.2, 22.1, 22.1], [22.4, 22.7, 22.4, 27.0, 25.6, 25.4]
     assert not regret._unsettled([steady])
     assert regret._unsettled([steady, moved])
-    assert not regret._unsure([steady, moved], regret.UNSURE / 4)
+    assert not regret._unsure(mixed(picks("a"), a=steady, b=moved), regret.UNSURE / 4)
