@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kpolicy.schemas import Profile, write_profile
 pytest.importorskip("numpy")
 
 LOAD = "code x6"
+RAW = Path(__file__).parents[2] / "benchmarks/results/h200/raw"
 
 
 def shape(picks: dict[str, str], times: int = 1, **us: float) -> dict[str, Any]:
@@ -85,6 +87,30 @@ def test_today_picks_anew_by_each_shapes_own_table(tmp_path: Path) -> None:
     assert regret.main(options) == 0
     rows = {row["policy"]: row for row in json.loads(files[2].read_text())}
     assert rows["auto"]["mean_regret"] == pytest.approx(10 / 180, abs=1e-5)
+
+
+def test_what_the_margin_would_have_given_is_on_the_page() -> None:
+    """The 8B's cells of 2026-11-28, picked again by the tables they were measured with."""
+    load = "conversation x3"
+    at = json.loads((RAW / "regret_llama8b.json").read_text())
+    at["cells"] = {key: cell for key, cell in at["cells"].items() if key.rpartition("/")[0] == load}
+    found, left_out = regret.repicked(at, json.loads((RAW / "regret_shapes.json").read_text())[at["model"]])
+    assert not left_out
+    rows = {(row["policy"], row["objective"]): row["mean_regret"] for row in regret.summarise(found, load)}
+    steps, gaps = rows["auto", "step_us"], rows["auto latency", "gap_us"]
+    said = (RAW.parents[3] / "docs/measured_gpu.md").read_text()
+    assert f"the same cells have a mean of {steps:.2%}, of gaps {gaps:.2%} (`--repick`; not measured anew)" in said
+    wins, longer = [], []
+    for key, cell in found["cells"].items():
+        was, now = (each["picks"]["auto"] for each in (at["cells"][key], cell))
+        if regret.at_once(was) != regret.at_once(now):
+            (split, whole) = (cell["cells"][name] for name in (was, now))
+            assert split["steps"] == whole["steps"] == 1
+            wins.append(1 - split["expected"][0] / whole["expected"][0])
+            longer.append(statistics.median(split["us"]) / statistics.median(whole["us"]) - 1)
+    assert len(wins) == 9
+    assert f"expected to be {100 * min(wins):.2f} to {max(wins):.2%} shorter than whole PIECEWISE" in said
+    assert f"it took {100 * min(longer):.1f} to {max(longer):.1%} longer" in said
 
 
 def test_policies_pick_among_their_own_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
