@@ -15,7 +15,7 @@ import torch
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
-from kpolicy.executors.cuda.events import CudaEvent, Points, Recorder, new_span
+from kpolicy.executors.cuda.events import CudaEvent, CudaSpan, Points, Recorder
 from kpolicy.executors.cuda.failures import classify
 from kpolicy.executors.cuda.staging import ALIGNMENT, FixedJobs
 from kpolicy.executors.cuda.stream_adapter import CudaGraph, Statics, StreamAdapter, StreamPool, inference
@@ -108,7 +108,7 @@ class CudaAdapter(StreamAdapter):
         if spare is None:
             spare = self._spare_points[handle] = []
         points = spare.pop() if spare else Points.on(self.current())
-        span = new_span()
+        span = CudaSpan()
         span._points, span._spare, span._over, span.end = points, spare, False, points[1]
         points[0]()
         return span
