@@ -147,6 +147,8 @@ def inside(engine: Any, model: Any, inputs: Any, count: int = 100) -> dict[str, 
         (getattr(launcher, "_part_run", None), "run"), (staging.StagedGroup, "commit"),
         # Not in checkouts from before.
         (getattr(staging, "FixedJobs", None), "stage"),
+        # Called by its place in the prepared step, so it is watched there; not for all graphs.
+        (handle if getattr(handle, "stage_decodes", None) else None, "stage_decodes"),
     ]  # fmt: skip
     found: dict[str, dict[str, list[float]]] = {
         name: defaultdict(list) for name in ("engine_step", "bare_step", "copies_replay")

@@ -18,6 +18,8 @@ Tensor = Any
 STEPS_AHEAD = 16
 """Decode steps beyond the first that a launch's slots are reserved for without allocating: twice what the batcher
 offers."""
+_OF_DECODES = "token_ids", "positions", "slot_mapping", "block_table", "kv_lens"
+"""What a step of decodes stages"""
 
 
 class PaddedShape(NamedTuple):
@@ -46,6 +48,7 @@ class StepBuffers:
 
     def __init__(self, adapter: DeviceAdapter, model: StepModel, num_tokens: int, num_reqs: int) -> None:
         self._adapter = adapter
+        self._stagers: list[tuple[Any, list[Tensor]]] = []
         # Optional for an adapter: a launch's buffers in one call.
         self._stage_all: Callable[[Sequence[Any]], None] | None = getattr(adapter, "stage_all", None)
         self._pad_slot = model.pad_slot
@@ -173,32 +176,25 @@ class StepBuffers:
         lengths in plain sequences, or a buffer was swapped: then it takes `stage`.
         """
         # Optional for an adapter.
-        prepare: Callable[[Sequence[Any]], Any] | None = getattr(self._adapter, "fixed_jobs", None)
-        tokens, reqs, query_len = shape
-        if prepare is None or query_len is None or self.extra:
+        prepare: Callable[..., Any] | None = getattr(self._adapter, "decode_stager", None)
+        if prepare is None or shape.uniform_query_len is None or self.extra:
             return None
-        names = "token_ids", "positions", "slot_mapping", "block_table", "kv_lens"
-        sizes, fills = (tokens, tokens, tokens, reqs, reqs), (0, 0, self._pad_slot, 0, 0)
-        jobs = prepare(
-            [(getattr(self, name), size, fill) for name, size, fill in zip(names, sizes, fills, strict=True)]
-        )
-        if jobs is None:
+        buffers = [getattr(self, name) for name in _OF_DECODES]
+        stager = prepare(buffers, shape, self._pad_slot)
+        if stager is None:
             return None
-        ids, positions, slots, table, lens = jobs.buffers
+        self._stagers.append((stager, buffers))
+        stage: Callable[[StepInputs, Span], bool] = stager.stage
+        return stage
 
-        def staged(rows: StepInputs, until: Span) -> bool:
-            if rows[9] or rows[10]:
-                return False
-            if (
-                self.token_ids is not ids or self.positions is not positions or self.slot_mapping is not slots
-                or self.block_table is not table or self.kv_lens is not lens
-            ):  # fmt: skip
-                return False
-            check_fit(rows, query_len)
-            done: bool = jobs.stage(rows[2:7], until)
-            return done
-
-        return staged
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set it; who stages decodes of one shape hears that a buffer was swapped, or is back."""
+        object.__setattr__(self, name, value)
+        if name in _OF_DECODES:
+            for stager, buffers in self._stagers:
+                stager.swapped = any(
+                    getattr(self, each) is not buffer for each, buffer in zip(_OF_DECODES, buffers, strict=True)
+                )
 
     def _extra_jobs(self, rows: StepInputs, num_tokens: int) -> list[Any]:
         check_extra(rows, self.extra)

@@ -152,8 +152,9 @@ class DeviceAdapter(Protocol):
         ...
 
     # Optional, to save the host's time: stage_all(jobs), `stage` for several buffers that `alloc_inputs` made together,
-    # with the arguments of each in `jobs`; fixed_jobs(jobs), with a method ``stage(values, until)`` that stages values
-    # of the same buffers in the same sizes again and again, and commits them; span(), a `Span` that begins;
+    # with the arguments of each in `jobs`; decode_stager(buffers, shape, pad_slot), with a method ``stage(rows,
+    # until)`` that stages decodes padded to one shape again and again, and commits them, and an attribute ``swapped``,
+    # set where those aren't the buffers any more (see `StepBuffers.decode_stager`); span(), a `Span` that begins;
     # replayer(graph), `replay` of it with as few calls as the adapter's settings allow; join(first, second), two
     # tensors behind each other in one of bytes, and where the second begins: FULL graphs of decode rows then sample,
     # too. And give_back(stream): nobody needs a stream any more of `new_stream`'s; device_name, what the device calls

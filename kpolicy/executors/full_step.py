@@ -15,7 +15,7 @@ from kpolicy.decision import Decision
 from kpolicy.errors import RegistryError
 from kpolicy.executors.base import StepInputs, StepOutputs, new_outputs
 from kpolicy.executors.device import DeviceAdapter, DeviceEvent, Span
-from kpolicy.executors.joined_rows import NO_SPARE, new_joined
+from kpolicy.executors.joined_rows import NO_SPARE, JoinedRows
 from kpolicy.executors.launch_rows import decode_places, launch_rows
 from kpolicy.executors.parts import (
     EventSpan,
@@ -23,7 +23,6 @@ from kpolicy.executors.parts import (
     SampledSteps,
     SampledTokens,
     new_outputs_of,
-    new_steps,
     raise_lost,
     replay_error,
     sampling_inputs,
@@ -134,7 +133,7 @@ class FullStep:
                     raise replay_error(self._adapter, self._handle.key, error) from error
                 outputs: OutputRows
                 if joined is not None:
-                    outputs = own = new_joined()
+                    outputs = own = JoinedRows()
                     own.joined, own.layout, own.spare = joined, layout, self._spare
                 else:
                     outputs = new_outputs_of()
@@ -154,7 +153,7 @@ class FullStep:
         prompts: Sequence[int] = ()
         # As `query_len` and `num_decodes`.
         if numbers[1] == 1 and numbers[0] == count:
-            steps = new_steps()
+            steps = SampledSteps()
             steps.part, steps.places, steps.repeat = outputs, range(count) if places is None else places, 1
         else:
             steps, prompts = sampled_of(outputs, count, rows, 1)

@@ -6,13 +6,12 @@ Most steps' outputs are read as tokens alone and let go. Nobody has their memory
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from sys import getrefcount
 from typing import Any, NamedTuple
 
 from kpolicy.executors.parts import OutputRows
 
-__all__ = ["NO_SPARE", "JoinedLayout", "JoinedRows", "Spare", "new_joined"]
+__all__ = ["NO_SPARE", "JoinedLayout", "JoinedRows", "Spare"]
 
 Tensor = Any
 
@@ -47,6 +46,9 @@ class JoinedRows(OutputRows):
     joined: Tensor
     layout: JoinedLayout
     spare: list[Spare] | None
+
+    # Made empty, and by no function of Python's: who makes them sets what they have.
+    __init__ = object.__init__
 
     def __del__(self, getrefcount: Callable[[Any], int] = getrefcount) -> None:
         # Whoever else has the copy itself, such as a copy of this object, keeps it.
@@ -92,6 +94,3 @@ class _Probe:
 _probe = _Probe()
 _ALONE = getrefcount(_probe.held)
 """References to a copy that `getrefcount` finds where its outputs have the only one; 2 in CPython 3.11"""
-
-new_joined: Callable[[], JoinedRows] = partial(object.__new__, JoinedRows)
-"""Makes them empty, as `new_outputs_of` does"""

@@ -372,7 +372,7 @@ class SampledSteps(Sequence[Sequence[int]]):
 
     @classmethod
     def of(cls, part: OutputRows, repeat: int, places: Sequence[int]) -> SampledSteps:
-        made = new_steps()
+        made = cls()
         made.part, made.places, made.repeat = part, places, repeat
         return made
 
@@ -403,7 +403,3 @@ class SampledSteps(Sequence[Sequence[int]]):
 
     def __repr__(self) -> str:
         return repr([each.values for each in self.steps])
-
-
-new_steps: Callable[[], SampledSteps] = partial(object.__new__, SampledSteps)
-"""Makes them empty, without a function of Python's, for who sets what they have"""

@@ -128,6 +128,7 @@ class _Pool:
 
 MOST_PREPARED = 4096
 """Decisions that are kept prepared; policies prepare theirs, so there are as many as they have sizes and ways"""
+_NO_LAST: tuple[Decision | None, Callable[[StepInputs], StepOutputs] | None] = (None, None)
 _TAKEN: WeakKeyDictionary[GraphRegistry, set[str]] = WeakKeyDictionary()
 _TAKING = Lock()
 # Names that executors took in each registry: an executor that has captured nothing yet isn't in the registry's pools.
@@ -171,6 +172,8 @@ class ModeRunner:
         self._handles: dict[GraphKey, Any] = {}
         self._prepared: dict[int, Callable[[StepInputs], StepOutputs]] = {}
         """By identity, which needs no hash; what runs a decision keeps it"""
+        self._last = _NO_LAST
+        """The one that ran last, which the next step mostly runs too"""
         self._expected: tuple[GraphKey, ...] = ()
         self.capture_errors: dict[GraphKey, str] = {}
         self._async = launcher if isinstance(launcher, AsyncLauncher) else None
@@ -309,7 +312,7 @@ class ModeRunner:
             return None
         self.capture_errors.pop(key, None)
         self._handles[key] = handle
-        self._prepared.clear()
+        self.forget_prepared()
         return report
 
     def _pool(self, key: GraphKey, left: Sequence[GraphKey]) -> _Pool:
@@ -341,8 +344,13 @@ class ModeRunner:
             GraphReplayError: the first launch's graph failed before anything was launched.
             StickyDeviceError: the device is lost.
         """
-        prepared = self._prepared.get(id(decision))
-        return self._run(decision, inputs) if prepared is None else prepared(inputs)
+        last, prepared = self._last
+        if prepared is None or last is not decision:
+            prepared = self._prepared.get(id(decision))
+            if prepared is None:
+                return self._run(decision, inputs)
+            self._last = decision, prepared
+        return prepared(inputs)
 
     def _run(self, decision: Decision, inputs: StepInputs) -> StepOutputs:
         launches, launcher = decision.launches, self.launcher
@@ -378,6 +386,7 @@ class ModeRunner:
     def forget_prepared(self) -> None:
         """Prepare decisions anew: graphs or the launcher are other ones."""
         self._prepared.clear()
+        self._last = _NO_LAST
 
     def _prepare(self, handle: Any, decision: Decision) -> bool:
         """Prepare a decision where the launcher can."""
@@ -388,7 +397,7 @@ class ModeRunner:
         if step is None:
             return False
         if len(self._prepared) >= MOST_PREPARED:
-            self._prepared.clear()
+            self.forget_prepared()
         self._prepared[id(decision)] = step.run
         return True
 
@@ -447,7 +456,7 @@ class ModeRunner:
         self._pools.remove(pool)
         for key in gone:
             del self._handles[key]
-        self._prepared.clear()
+        self.forget_prepared()
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from benchmarks.host_step import Point, bare_step, calls_of, opened  # noqa: E40
 from kpolicy.engine import COUNT_EVERY  # noqa: E402
 from kpolicy.errors import ConfigError, GraphReplayError  # noqa: E402
 from kpolicy.executors.base import StepInputs  # noqa: E402
-from kpolicy.executors.cuda.staging import StagedGroup  # noqa: E402
+from kpolicy.executors.cuda.staging import DecodeStager, StagedGroup  # noqa: E402
 from kpolicy.executors.launcher import GraphLauncher  # noqa: E402
 
 
@@ -153,6 +153,7 @@ def test_a_step_that_runs_behind_the_host_is_counted_when_it_is_over(monkeypatch
     """Not before, and `stats` waits for it."""
     # Nor does anybody wait for pinned memory then, as test_pinned_memory.py has it.
     monkeypatch.setattr(StagedGroup, "commit", lambda self, *_: self.drop())
+    monkeypatch.setattr(DecodeStager, "stage", lambda *_: True)
     monkeypatch.setattr(Point, "query", lambda _self: False)
     engine, model = opened()
     inputs = decode_inputs(3, model.num_blocks)
@@ -197,12 +198,30 @@ def test_what_a_quick_staging_does_not_take_goes_the_general_way(how: str) -> No
         return
     run, decision = engine.executor.run, engine.compiled.select(*inputs.numbers)
     if how == "swapped":
-        handle.buffers.kv_lens = handle.buffers.kv_lens.clone()
+        own = handle.buffers.kv_lens
+        handle.buffers.kv_lens = own.clone()
+        assert not handle.stage_decodes(inputs, None)
         with pytest.raises(GraphReplayError, match="swapped"):
             run(decision, inputs)
+        handle.buffers.kv_lens = own
+        run(decision, inputs)
+        assert [held.token_ids.tolist(), held.block_table.tolist(), held.kv_lens.tolist()] == wanted
     else:
         with pytest.raises(ConfigError):
             run(decision, inputs._replace(kv_lens=inputs.kv_lens[1:]))
+
+
+def test_what_was_staged_before_comes_along() -> None:
+    """Also where somebody left more of the same buffers uncommitted, behind what a step of decodes stages."""
+    engine, model = opened()
+    inputs: StepInputs = decode_inputs(8, model.num_blocks)
+    engine.step(inputs)
+    handle = engine.registry.record(engine.compiled.select(*inputs.numbers).launches[0].key).handle
+    ahead = handle.buffers.slots_ahead
+    engine.executor.adapter.stage(ahead, [[3, 4]], 1, 9)
+    engine.step(inputs._replace(token_ids=[*range(8)]))
+    assert ahead[0, :3].tolist() == [3, 4, 9]
+    assert handle.held.token_ids.tolist() == [*range(8)]
 
 
 @pytest.mark.parametrize("bad", [2**80, "x", None])

@@ -75,6 +75,7 @@ def test_a_step_that_fails_behind_its_copy_ends_all_the_same(fails: str, monkeyp
     inputs = decode_inputs(3, model.num_blocks)
     engine.step(inputs)
     executor, decision = engine.executor, engine.select(*inputs.numbers)
+    handle = engine.registry.record(decision.launches[0].key).handle
     group, order = _group(engine, inputs), list[str]()
 
     def raises(*_: Any) -> Any:
@@ -83,7 +84,14 @@ def test_a_step_that_fails_behind_its_copy_ends_all_the_same(fails: str, monkeyp
 
     if fails == "launch":
         # What a step was prepared with.
-        monkeypatch.setattr(engine.registry.record(decision.launches[0].key).handle, "launch", raises)
+        monkeypatch.setattr(handle, "launch", raises)
+        stage = handle.stage_decodes
+
+        def staged(*given: Any) -> Any:
+            order.append("copy")
+            return stage(*given)
+
+        monkeypatch.setattr(handle, "stage_decodes", staged)
         executor.forget_prepared()
     else:
         # A graph doesn't sample these.

@@ -90,9 +90,9 @@ def test_a_graph_keeps_memory_of_few_outputs(steps: Any) -> None:
 
 
 def test_outputs_that_were_never_filled_go_quietly(recwarn: pytest.WarningsRecorder) -> None:
-    from kpolicy.executors.joined_rows import new_joined
+    from kpolicy.executors.joined_rows import JoinedRows
 
-    outputs = new_joined()
+    outputs = JoinedRows()
     assert outputs.spare is None
     del outputs
     assert not recwarn.list

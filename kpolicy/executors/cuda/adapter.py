@@ -15,9 +15,9 @@ import torch
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import ProbeReport, ProbeStatus
-from kpolicy.executors.cuda.events import CudaEvent, Points, Recorder, new_span
+from kpolicy.executors.cuda.events import CudaEvent, CudaSpan, Points, Recorder
 from kpolicy.executors.cuda.failures import classify
-from kpolicy.executors.cuda.staging import ALIGNMENT, FixedJobs
+from kpolicy.executors.cuda.staging import ALIGNMENT, DecodeStager
 from kpolicy.executors.cuda.stream_adapter import CudaGraph, Statics, StreamAdapter, StreamPool, inference
 from kpolicy.executors.cuda.streams import give_back, new_stream
 from kpolicy.executors.device import Span
@@ -108,7 +108,7 @@ class CudaAdapter(StreamAdapter):
         if spare is None:
             spare = self._spare_points[handle] = []
         points = spare.pop() if spare else Points.on(self.current())
-        span = new_span()
+        span = CudaSpan()
         span._points, span._spare, span._over, span.end = points, spare, False, points[1]
         points[0]()
         return span
@@ -153,9 +153,11 @@ class CudaAdapter(StreamAdapter):
         if release is not None:
             release(self.device.index, handle)
 
-    def fixed_jobs(self, jobs: Sequence[tuple[Any, int, float]]) -> FixedJobs | None:
-        """What stages those (buffer, size, fill) in one call and commits; None where somebody looks at each staging."""
-        return None if self._faults.planned else FixedJobs(jobs, self.current)
+    def decode_stager(
+        self, buffers: Sequence[Any], shape: tuple[int, int, int], pad_slot: int
+    ) -> DecodeStager | None:  # fmt: skip
+        """What stages decodes of one shape in one call and commits; None where somebody looks at each staging."""
+        return None if self._faults.planned else DecodeStager(buffers, shape, pad_slot, self.current)
 
     def join(self, first: Any, second: Any) -> tuple[Any, int]:
         """Two tensors behind each other in one of bytes, and where the second begins there."""

@@ -15,7 +15,7 @@ from kpolicy.executors.device import Failure
 from kpolicy.executors.importing import first_line
 
 __all__ = [
-    "MOST_SPARE", "CudaEvent", "CudaSpan", "Points", "Recorder", "StreamEvent", "finish", "meant", "new_span",
+    "MOST_SPARE", "CudaEvent", "CudaSpan", "Points", "Recorder", "StreamEvent", "finish", "meant",
 ]  # fmt: skip
 
 MOST_SPARE = 64
@@ -105,9 +105,6 @@ class CudaSpan:
                 return elapsed_ms() * 1e3
             except RuntimeError as error:
                 raise meant(error, classify) from error
-
-
-new_span: Callable[[], CudaSpan] = partial(object.__new__, CudaSpan)
 
 
 class StreamEvent:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from struct import calcsize
 from struct import error as StructError  # noqa: N812 - as in `packing`
 from typing import Any, NamedTuple
@@ -18,13 +19,15 @@ from typing import Any, NamedTuple
 import torch
 
 from kpolicy.errors import ConfigError, GraphReplayError
+from kpolicy.executors.base import StepInputs
 from kpolicy.executors.cpu.staging import check_buffer, stage_tensor
 from kpolicy.executors.cuda.events import Recorder
 from kpolicy.executors.device import Span
+from kpolicy.executors.launch_rows import check_fit
 from kpolicy.executors.packing import FORMATS, PackedRows
 from kpolicy.reasons import Reason
 
-__all__ = ["BufferSpec", "FixedJobs", "Job", "StagedGroup", "place_of"]
+__all__ = ["BufferSpec", "DecodeStager", "Job", "StagedGroup", "place_of"]
 
 TURNS = 5
 """Pieces of pinned memory: how many launches the host may be ahead of the device"""
@@ -62,10 +65,6 @@ class _Turn:
         """Of each buffer: its rows, its offset, bytes of a row, whether it has one dimension"""
         self.copied = Recorder(timed=False) if pin else None
         self.wait: Callable[[], object] | None = None
-
-
-_FixedPlace = tuple[Callable[..., None] | None, PackedRows, int, float, bool]
-"""(what packs as many numbers as the size, rows, size, fill, whether the buffer has one dimension)"""
 
 
 class StagedGroup:
@@ -239,59 +238,113 @@ class StagedGroup:
         return pieces
 
 
-class FixedJobs:
-    """Buffers of a group that many launches stage alike: what `stage_all` looks up for each is looked up once.
+class _DecodeTurn(NamedTuple):
+    """Where one turn's pinned memory takes the inputs of decodes, and what copies them to the device."""
+
+    turn: _Turn
+    pack_tokens: Callable[..., None]
+    """Packs a number a token, padding included"""
+    pack_lens: Callable[..., None]
+    """Packs a number a row, padding included"""
+    token_ids: PackedRows
+    positions: PackedRows
+    slots: PackedRows
+    table: PackedRows
+    lens: PackedRows
+    copy: Callable[[], object]
+
+
+class DecodeStager:
+    """Stages the inputs of decodes that are padded to one shape, and commits them, in one call.
+
+    What `StagedGroup.stage_all` and `StagedGroup.commit` look up for each launch is looked up once.
 
     Args:
-        jobs: (buffer, size, fill) as `StagedGroup.stage` takes them, of one group.
+        buffers: of token ids, positions, slots, block tables and lengths, of one group.
+        shape: (tokens, rows, tokens of a row).
+        pad_slot: padded tokens write there.
         current: gives the current stream, for who needs it.
+
+    Attributes:
+        swapped: a buffer isn't the one that graphs read any more, so nothing can be staged here.
     """
 
-    __slots__ = ("_current", "_group", "_high", "_turns", "buffers")
+    __slots__ = (
+        "_current", "_group", "_high", "_num_reqs", "_num_tokens", "_pad_slot", "_query_len", "_turns", "swapped",
+    )  # fmt: skip
 
-    def __init__(self, jobs: Sequence[tuple[Any, int, float]], current: Callable[[], Any]) -> None:
-        self.buffers = [buffer for buffer, _, _ in jobs]
-        self._group = group = place_of(self.buffers[0])[0]
+    def __init__(
+        self, buffers: Sequence[Any], shape: tuple[int, int, int], pad_slot: int, current: Callable[[], Any]
+    ) -> None:
+        self._group = group = place_of(buffers[0])[0]
+        self._num_tokens, self._num_reqs, self._query_len = tokens, reqs, _ = shape
+        self._pad_slot = pad_slot
         self._current = current
-        at = [(place_of(buffer)[1], size, fill) for buffer, size, fill in jobs]
+        self.swapped = False
+        at = [place_of(buffer)[1] for buffer in buffers]
         self._high = 0
-        self._turns: list[tuple[_Turn, list[_FixedPlace]]] = []
-        for turn in group.turns:
-            places = []
-            for index, size, fill in at:
-                rows, offset, row_bytes, flat = turn.places[index]
-                self._high = max(self._high, offset + size * row_bytes)
-                places.append((rows.packer(size) if flat else None, rows, size, fill, flat))
-            self._turns.append((turn, places))
+        for index, size in zip(at, (tokens, tokens, tokens, reqs, reqs), strict=True):
+            _, offset, row_bytes, _ = group.turns[0].places[index]
+            self._high = max(self._high, offset + size * row_bytes)
+        self._turns = []
+        for turn, (to, out_of) in zip(group.turns, group._pieces(self._high), strict=True):
+            ids, positions, slots, table, lens = (turn.rows[index] for index in at)
+            assert ids.dtype == positions.dtype == slots.dtype  # noqa: S101 - `StepBuffers` made them so
+            copy = partial(to.copy_, out_of, True)
+            self._turns.append(
+                _DecodeTurn(turn, ids.packer(tokens), lens.packer(reqs), ids, positions, slots, table, lens, copy)
+            )
 
-    def stage(self, values: Sequence[Any], until: Span) -> bool:
-        """Stage values of each buffer and commit them; False, and nothing is done, where they aren't plain sequences.
+    def stage(self, rows: StepInputs, until: Span) -> bool:
+        """Stage a launch's rows and commit them; False, and nothing is done, where that takes `StepBuffers.stage`.
+
+        That is where they bring more than token ids, positions, slots, block tables and lengths in plain sequences.
 
         Raises:
-            ConfigError: as `StagedGroup.stage`.
+            ConfigError: as `StepBuffers.stage`.
         """
-        group = self._group
-        turn, places = self._turns[group._at]
-        for each in values:
+        _, _, ids, positions, slots, table, lens, _, _, sampling, extra = rows
+        if sampling or extra or self.swapped:
+            return False
+        for each in (ids, positions, slots, table, lens):
             if type(each) not in _PLAIN:
                 return False
+        check_fit(rows, self._query_len)
+        group = self._group
+        at = group._at
+        turn, pack_tokens, pack_lens, ids_to, positions_to, slots_to, table_to, lens_to, copy = self._turns[at]
         if turn.wait is not None:
             turn.wait()
             turn.wait = None
+        num_tokens, num_reqs = self._num_tokens, self._num_reqs
         try:
-            for (pack, rows, size, fill, flat), each in zip(places, values, strict=True):
-                if pack is not None and len(each) == size:
-                    try:
-                        pack(rows.memory, 0, *each)
-                        continue
-                    except (StructError, OverflowError, TypeError):
-                        # What is wrong with them it says below.
-                        pass
-                rows.put(each, size, fill, flat=flat)
-            group.commit(self._current, until, self._high)
+            # Without padding they are packed as they are; what is wrong with some, those calls say that pad.
+            padded = len(ids) != num_tokens or len(lens) != num_reqs
+            if not padded:
+                try:
+                    pack_tokens(ids_to.memory, 0, *ids)
+                    pack_tokens(positions_to.memory, 0, *positions)
+                    pack_tokens(slots_to.memory, 0, *slots)
+                    pack_lens(lens_to.memory, 0, *lens)
+                except (StructError, OverflowError, TypeError):
+                    padded = True
+            if padded:
+                ids_to.put(ids, num_tokens, 0, flat=True)
+                positions_to.put(positions, num_tokens, 0, flat=True)
+                slots_to.put(slots, num_tokens, self._pad_slot, flat=True)
+                lens_to.put(lens, num_reqs, 0, flat=True)
+            table_to.put(table, num_reqs, 0, flat=False)
+            if group._high or group._from_device:
+                # Somebody staged more of the group, which comes along.
+                group.commit(self._current, until, self._high)
+                return True
+            copy()
         except BaseException:
             group.drop()
             raise
+        if turn.copied is not None:
+            turn.wait = until.wait
+        group._at = (at + 1) % TURNS
         return True
 
 
