@@ -417,13 +417,13 @@ class _Rows:
 
         curve = costs.curve_for(key)
         full_us = curve.at(key.num_tokens)
-        if costs.effects.padding_share[0 if key.part is Part.FULL else 1] == 1:
-            return full_us
-        # Sizes above the graph's aren't read.
-        fits = np.minimum(self._tokens + 1, key.num_tokens)
-        next_us: Any = np.array(curve.upto(key.num_tokens))[fits]
-        padded_us = np.where(self._tokens < key.num_tokens, costs.padded_us(key, full_us, next_us), full_us)
         alone = np.clip(1 - self.means[:, -1], 0, 1)
+        if costs.effects.padding_share[0 if key.part is Part.FULL else 1] == 1 or not alone.any():
+            return full_us
+        # Sizes that the graph doesn't hold aren't read.
+        after = np.minimum(self._tokens + 1, key.num_tokens)
+        next_us: Any = np.array(curve.upto(int(after.max())))[after]
+        padded_us = np.where(self._tokens < key.num_tokens, costs.padded_us(key, full_us, next_us), full_us)
         return full_us + alone * (padded_us - full_us)
 
     def escape_us(self, costs: CostTable) -> Vector:
