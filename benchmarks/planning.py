@@ -119,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args()
-    rows, commit = [], commit_of()
+    rows, commit, load = [], commit_of(), round(os.getloadavg()[0], 2)
     for num, most in CASES:
         rows.append(case(num, most))
         print(rows[-1], flush=True)
@@ -139,7 +139,7 @@ def main() -> int:
             "python": platform.python_version(),
             "numpy": np.__version__,
             "cores": os.cpu_count(),
-            "load_average_before": round(os.getloadavg()[0], 2),
+            "load_average_before": load,
             "passes": PASSES,
             "cases": rows,
             "budgets": under,
