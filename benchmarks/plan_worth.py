@@ -12,7 +12,9 @@ Run from the repository root, with the traces in ``../shared/traces`` (or ``--tr
 
     python -m benchmarks.plan_worth --date YYYY-MM-DD
 
-The table of measured kernels needs ``kpolicy[aiconfigurator]``, and is left out without.
+Costs are made up, analytic, of a publisher's kernels, and those of every profile that ships with the package: measured
+steps of four models on one H200. The table of measured kernels needs ``kpolicy[aiconfigurator]``, and is left out
+without.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import attrs
 import numpy as np
 
 import kpolicy
-from benchmarks.command import input_folder
+from benchmarks.command import commit_of, input_folder
 from kpolicy.attention.support import parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
@@ -40,6 +42,7 @@ from kpolicy.planning import Histogram, Workload, fixed_point, plan
 from kpolicy.planning.plan import SMOOTHING
 from kpolicy.planning.workload import DECODE, LIST
 from kpolicy.policies import get_policy
+from kpolicy.profiles import load_profile, profile_names
 from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server
@@ -104,6 +107,12 @@ def measured_costs() -> CostTable | None:
         except ConfigError as error:
             print(f"left out: {error}")
             return None
+
+
+def shipped_costs(name: str) -> CostTable:
+    """What was measured, of a profile that ships; its version says which."""
+    costs = load_profile(name).costs
+    return attrs.evolve(costs, version=f"{name}, {costs.version}")
 
 
 LLAMA_3_8B = {
@@ -225,9 +234,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if not any(arguments.only in name for name, _, _ in WORKLOADS):
         parser.error(f"--only {arguments.only} is in no name of {', '.join(name for name, _, _ in WORKLOADS)}")
-    tables = []
+    tables, commit = [], commit_of()
     measured = measured_costs()
-    for costs in (rising_costs(), h200_costs(), analytic_costs(), *([measured] if measured else [])):
+    shipped = map(shipped_costs, profile_names())
+    for costs in (rising_costs(), h200_costs(), analytic_costs(), *([measured] if measured else []), *shipped):
         rows = []
         print(f"\n{costs.version}")
         for name, file, rate in WORKLOADS:
@@ -256,6 +266,7 @@ def main() -> int:
             "on the second half's steps",
             "smoothing": SMOOTHING,
             "date": arguments.date,
+            "commit": commit,
             "command": f"python -m benchmarks.plan_worth --date {arguments.date}",
             "kpolicy": kpolicy.__version__,
             "python": platform.python_version(),

@@ -22,6 +22,7 @@ import attrs
 import numpy as np
 
 import kpolicy
+from benchmarks.command import commit_of
 from kpolicy.budgets import Budget, Usage
 from kpolicy.planning import Ladder, choose, frontier
 from kpolicy.planning import solve as solver
@@ -118,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args()
-    rows = []
+    rows, commit, load = [], commit_of(), round(os.getloadavg()[0], 2)
     for num, most in CASES:
         rows.append(case(num, most))
         print(rows[-1], flush=True)
@@ -132,12 +133,13 @@ def main() -> int:
             "to `most`: divide and conquer against the layered dynamic programme; and to choose from lists of 2,048 "
             "sizes under budgets, beside working out every number of sizes",
             "date": arguments.date,
+            "commit": commit,
             "command": f"python -m benchmarks.planning --date {arguments.date}",
             "kpolicy": kpolicy.__version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
             "cores": os.cpu_count(),
-            "load_average_before": round(os.getloadavg()[0], 2),
+            "load_average_before": load,
             "passes": PASSES,
             "cases": rows,
             "budgets": under,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import kpolicy
-from benchmarks.command import input_file
+from benchmarks.command import commit_of, input_file
 from kpolicy.policies import OWN
 from kpolicy.scheduling.traces import Trace, TraceRequest, read_trace
 from kpolicy.settings import Settings
@@ -133,7 +133,7 @@ def main() -> int:
         policy, num_requests = arguments.long
         print(json.dumps(long_run(trace, policy, int(num_requests))))
         return 0
-    load = round(os.getloadavg()[0], 2)
+    load, commit = round(os.getloadavg()[0], 2), commit_of()
     wholes = []
     for policy in sorted(OWN):
         wholes.append(whole(trace, policy))
@@ -148,6 +148,7 @@ def main() -> int:
         written = {
             "what": "processor seconds on one thread: whole traces, ten million decisions, and by length",
             "date": arguments.date,
+            "commit": commit,
             "command": f"python -m benchmarks.simulate --trace {arguments.trace.name} --date {arguments.date}",
             "trace": arguments.trace.name,
             "kpolicy": kpolicy.__version__,

@@ -301,8 +301,8 @@ class CostTable:
             where none did. It is what the host's times hold at then, and says more of long steps.
         inside_probe: which work that was, likewise.
         effects: what launches take more or less by what ran before them and by what their rows are. Simulations read it
-            (`kpolicy.simulate.step_costs`); of it `cost`, decisions and the simulated executor read what one decode row
-            and what many take beside a prompt (`overlap_of`).
+            (`kpolicy.simulate.step_costs`), and plans what padding takes (`replay_us`); of it `cost`, decisions and the
+            simulated executor read what one decode row and what many take beside a prompt (`overlap_of`).
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
         ties: what decisions take in place of times that differ by chance (`deciding`); `cost`, the simulated executor
             and simulations don't read it. None where there is nothing of the kind.
@@ -475,6 +475,32 @@ class CostTable:
         if num_tokens >= key.num_tokens:
             return 0.0
         return self.padding_us[0 if key.part is Part.FULL else 1]
+
+    def padded_us(self, key: GraphKey, full_us: float, next_us: float) -> float:
+        """Device time of a graph's dense work where decode rows alone don't fill it, by `effects.padding_share`.
+
+        The first token of padding takes what one more token of decode rows would, the others that share of what they
+        would.
+
+        Args:
+            key: the graph.
+            full_us: its time where it is full.
+            next_us: that of a graph of one token more than the decode rows have. An array of them gives an array.
+        """
+        return next_us + self.effects.padding_share[0 if key.part is Part.FULL else 1] * (full_us - next_us)
+
+    def replay_us(self, key: GraphKey, decodes: int = 0) -> float:
+        """Device time of a graph's dense work. Simulations and plans count padding so, decisions as further tokens.
+
+        Args:
+            key: the graph.
+            decodes: tokens in it without padding, where all are decode rows'; 0 of others.
+        """
+        curve = self.curve_for(key)
+        full_us = curve.at(key.num_tokens)
+        if self.effects.padding_share[0 if key.part is Part.FULL else 1] == 1 or not 0 < decodes < key.num_tokens:
+            return full_us
+        return self.padded_us(key, full_us, curve.at(decodes + 1))
 
     def spans(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> bool:
         """Whether each launch's size lies within the curve of its kind: elsewhere its dense work is extrapolated."""

@@ -1,8 +1,9 @@
 """`StepEffects`: what launches take more or less than their sizes tell, by what ran before and by what their rows are.
 
 `CostTable.effects` holds them, and files have them beside the table's other numbers. `kpolicy.simulate` reads them
-(`kpolicy.simulate.step_costs`); decisions and the simulated executor, which don't know what ran before, read
-only what one decode row and what many take beside a prompt (`CostTable.overlap_of`).
+(`kpolicy.simulate.step_costs`), and planning what padding takes (`CostTable.replay_us`); decisions and the simulated
+executor, which don't know what ran before, read only what one decode row and what many take beside a prompt
+(`CostTable.overlap_of`).
 """
 
 from __future__ import annotations

@@ -67,8 +67,9 @@ def _kv_tokens(workload: Workload, query_len: int) -> float:
 
 def _step_us(costs: CostTable, rows: BatchNumbers, size: int) -> float:
     """A decode step in a graph of so many tokens, or an eager one where that is 0."""
-    dense_us = costs.full.at(size) if size else costs.eager.at(rows.total_tokens)
+    key = GraphKey(Part.FULL, size, query_len=rows.query_len) if size else None
+    dense_us = costs.eager.at(rows.total_tokens) if key is None else costs.replay_us(key, rows.total_tokens)
     host = costs.host_full if size else costs.host_eager
     host_us = host.base_for(decodes=True, prefills=False) + host.req_us * rows.num_decodes
-    padding_us = costs.padding_of(GraphKey(Part.FULL, size), rows.total_tokens) if size else 0.0
+    padding_us = costs.padding_of(key, rows.total_tokens) if key else 0.0
     return max(dense_us + costs.decode_attention_us(rows), host_us) + padding_us + costs.step_us

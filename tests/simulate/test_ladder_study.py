@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.trtllm_ladders import CLIENTS, GRAPHS, LADDERS, RESULT, tokens_per_s
+from benchmarks.trtllm_ladders import AROUND, CLIENTS, GRAPHS, LADDERS, RESULT, SEEDS, tokens_per_s
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+    from typing import Any
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8").split())
 
@@ -49,26 +51,35 @@ def test_the_densest_ladder_loses_where_graphs_cost_memory() -> None:
     assert losses["V3.2"] < 0.95
 
 
-ROWS = {row["clients"]: row for row in json.loads(RESULT.read_text(encoding="utf-8"))["rows"]}
+WRITTEN = json.loads(RESULT.read_text(encoding="utf-8"))
+ROWS = {row["clients"]: row for row in WRITTEN["rows"]}
+DRAWS = {0: [ROWS[clients] for clients in AROUND]} | {int(k): v for k, v in WRITTEN["rows_of_other_seeds"].items()}
+"""By seed of the requests"""
 PUBLISHED_GAIN, PUBLISHED_LOSS = 0.30, 0.05
 """Up to so much of 64 apart over powers of two at 500 to 600 clients; of 8 apart on V3.2"""
 
 
-def gains(model: str, ratio: str = "+64 over x2") -> dict[int, float]:
+def gains(
+    model: str, ratio: str = "+64 over x2", rows: Sequence[dict[str, Any]] = tuple(ROWS.values())
+) -> dict[int, float]:
     """What the committed result has, worked out again from its rates."""
     over, under = ratio.split(" over ")
     found = {}
-    for clients, row in ROWS.items():
+    for row in rows:
         rates = row[model]["tokens_per_s"]
-        found[clients] = rates[over] / rates[under]
-        assert found[clients] == pytest.approx(row[model][ratio], abs=1e-4)
+        found[row["clients"]] = rates[over] / rates[under]
+        assert found[row["clients"]] == pytest.approx(row[model][ratio], abs=1e-4)
     return found
 
 
 def test_the_result_is_of_the_whole_study() -> None:
-    """Every number of clients, with both models' graphs and all ladders, by four ranks."""
+    """Every number of clients, those around the most of seven draws of requests, all graphs and ladders, one commit."""
     assert tuple(ROWS) == CLIENTS
-    assert all({*row[model]["tokens_per_s"]} == {*LADDERS} for row in ROWS.values() for model in GRAPHS)
+    assert tuple(DRAWS) == (0, *SEEDS)
+    rows = [row for draw in DRAWS.values() for row in draw]
+    assert [row["clients"] for row in rows] == [*AROUND] * len(DRAWS)
+    assert all({*row[model]["tokens_per_s"]} == {*LADDERS} for row in (*ROWS.values(), *rows) for model in GRAPHS)
+    assert re.fullmatch(r"[0-9a-f]{7}", WRITTEN["commit"])
 
 
 @pytest.mark.parametrize("model", GRAPHS)
@@ -85,7 +96,7 @@ def test_the_result_gains_most_at_500_to_600_clients(model: str) -> None:
     """As published, and by how little: 608 has 0.05 points less, 768 0.27; and the most is 26.8 points short of 30."""
     found = gains(model)
     most = max(found, key=lambda clients: found[clients])
-    assert most == json.loads(RESULT.read_text(encoding="utf-8"))["largest_gain_of_+64_at"] == 576
+    assert most == WRITTEN["largest_gain_of_+64_at"]["0"] == 576
     outside = max(gain for clients, gain in found.items() if not 500 <= clients <= 600)
     assert found[most] - outside == pytest.approx(0.0005, abs=0.00005)
     assert found[most] - found[768] == pytest.approx(0.0027, abs=0.00005)
@@ -105,6 +116,38 @@ def test_the_result_has_the_densest_ladder_lose_by_memory() -> None:
     assert max(dear[clients] for clients in CLIENTS if clients >= 704) < 1 - PUBLISHED_LOSS
     assert (1 - dear[704], 1 - min(dear.values())) == pytest.approx((0.279, 0.432), abs=0.001)
     assert {clients for clients in CLIENTS if cheap[clients] < 1} == {768, 896, 1024, 1536, 2048}
+
+
+@pytest.mark.parametrize("seed", DRAWS)
+def test_other_requests_say_the_same_of_what_is_claimed(seed: int) -> None:
+    """No gain to 500, the most at 500 to 600 on a plateau to 704, and the densest ladder turned by memory."""
+    found = gains("R1", rows=DRAWS[seed])
+    assert {found.pop(clients) for clients in (128, 500)} == {1.0}
+    most = max(found, key=lambda clients: found[clients])
+    assert most == WRITTEN["largest_gain_of_+64_at"][str(seed)]
+    assert most in (520, 544, 576)
+    plateau = [gain for clients, gain in found.items() if clients <= 704]
+    assert max(plateau) - min(plateau) < 0.003
+    assert found[896] < 1
+    dear, cheap = (gains(model, "+8 over +64", DRAWS[seed]) for model in ("V3.2", "R1"))
+    assert dear[704] < 1 - PUBLISHED_LOSS
+    assert cheap[704] > 1
+    assert dear[768] < cheap[768] < 1
+    assert max(dear[896], cheap[896]) < 1 - PUBLISHED_LOSS
+
+
+def test_the_spread_is_that_of_the_draws() -> None:
+    """The least and the most gain of each number of clients."""
+    found = [gains("R1", rows=rows) for rows in DRAWS.values()]
+    for clients in AROUND:
+        each = [gain[clients] for gain in found]
+        assert WRITTEN["least_and_most_gain_of_+64"][str(clients)] == pytest.approx([min(each), max(each)], abs=1e-4)
+
+
+def test_other_requests_are_what_the_simulator_says() -> None:
+    """A cell of another draw again."""
+    (row,) = [row for row in DRAWS[2] if row["clients"] == 544]
+    assert round(tokens_per_s("R1", LADDERS["x2"], 544, seed=2), 1) == row["R1"]["tokens_per_s"]["x2"]
 
 
 @pytest.mark.parametrize(
@@ -165,3 +208,9 @@ def test_the_page_is_the_result() -> None:
     (r1_most, r1_least), (v3_most, v3_least) = short.values()
     assert f"loss of {r1_least:.0f} to {r1_most:.0f}% on R1 and {v3_least:.0f} to {v3_most:.0f}% on V3.2" in PAGE
     assert f"{100 * PUBLISHED_GAIN - most:.0f} points short of the study's 30%" in PAGE
+    at = [*WRITTEN["largest_gain_of_+64_at"].values()]
+    by_draws = ", ".join(f"at {clients} in {at.count(clients)}" for clients in sorted({*at}))
+    spread = [each for key, each in WRITTEN["least_and_most_gain_of_+64"].items() if 520 <= int(key) <= 704]
+    least, most = (100 * (choose(each) - 1) for choose, each in zip((min, max), zip(*spread, strict=True), strict=True))
+    assert f"of {len(at)} draws of requests the most is {by_draws}" in PAGE
+    assert f"+{least:.1f} to {most:.1f}% from 520 to 704" in PAGE
