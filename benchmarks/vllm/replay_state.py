@@ -1,8 +1,9 @@
-"""The two speeds at which an H200 replays graphs, as a side's own start leaves them, or as asked for.
+"""The two speeds at which an H200 replays graphs: a benchmark asks for either.
 
 A kernel that is launched by itself on a second stream, as in the warm-ups of captures, makes replays of that process
 slow until any process makes a context (docs/measured_gpu.md, two speeds of a replay). Sides that share a GPU make each
-other's quick, so before each turn a side's own state is brought about again.
+other's quick, so a state is brought about before each turn. Inside vLLM they took the same (docs/measured_vllm.md,
+replays' two speeds inside vLLM).
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ sides; ``--one-core`` has it on one quick core, the same for all (`benchmarks.vl
 tokens each repeat, equal on all sides.
 
 With ``--states LOAD=N`` each side first serves that load N times with either speed of replays in turn
-(`benchmarks.vllm.replay_state`), and from then on each turn begins at the speed that the side's own start leaves: the
-quick one where the shim's ``second_context`` is on, else the slow one. Without it sides that share a GPU have whichever
-the last start of any left.
+(`benchmarks.vllm.replay_state`), the slow one first, and from then on each turn begins at the slow one, which every
+start leaves. Without it sides that share a GPU have whichever the last start of any left.
 
 First tokens of a load are told by the quantiles of all turns' requests together too (``ttft_all_p50_ms``,
 ``ttft_all_p99_ms``), which is what a comparison is judged by where turns have few requests; ``--shift-ms`` moves
@@ -38,12 +37,11 @@ from benchmarks.command import command_line, commit_of, input_file, input_folder
 from benchmarks.vllm.cores import OneCore
 from benchmarks.vllm.ladders import PACED, SIDES, arguments_of
 from benchmarks.vllm.loads import LOADS, TURNS, Load, make_load
-from benchmarks.vllm.replay_state import QUICK, SLOW, STATES
+from benchmarks.vllm.replay_state import SLOW, STATES
 from benchmarks.vllm.rows import Measurement, machine, rotated, say
 from benchmarks.vllm.sides import WITHOUT, Side, SideError
 from benchmarks.vllm.summary import compared, lines, states_compared
 from kpolicy.errors import ConfigError
-from kpolicy_vllm.config import Config
 
 NAMES = ("qwen05b", "llama8b", "dsv2lite")
 START_S, RUN_S, LAST_S = 170.0, 60.0, 6.0
@@ -77,8 +75,6 @@ class Run(Measurement):
         """Sides that were lost"""
         self._cut: list[str] = []
         """Models whose loads the budget cut"""
-        self._own_states: dict[str, str] = {}
-        """The speed of replays that each side's own start leaves"""
         self._turn_s: dict[tuple[str, str], float] = {}
         """The longest that a side's turn of each model and load took so far"""
 
@@ -94,8 +90,6 @@ class Run(Measurement):
             name, json.loads(options.kpolicy), max_seqs=MAX_SEQS, max_tokens=MAX_TOKENS, plan=options.plan,
             paced=json.loads(options.paced), model=options.models / model,
         )  # fmt: skip
-        quick = own.get("additional_config", {}).get("kpolicy", {}).get("second_context", Config().second_context)
-        self._own_states[name] = QUICK if quick and name not in WITHOUT else SLOW
         llm = {"kv_cache_memory_bytes": KV_BYTES[model], **json.loads(options.llm), **own}
         sizes = ["--max-seqs", str(MAX_SEQS), "--max-tokens", str(MAX_TOKENS), "--util", str(UTIL)]
         hold = [] if name in WITHOUT else ["--hold"]
@@ -219,13 +213,13 @@ class Run(Measurement):
                 say(_line(model, load.name, name, repeat, row))
 
     def _served(
-        self, model: str, sides: dict[str, Side], name: str, load: Load, seed: str, state: str | None = None
+        self, model: str, sides: dict[str, Side], name: str, load: Load, seed: str, state: str = SLOW
     ) -> dict[str, Any] | None:
-        """That side's figures of a load; None where it is lost. Replays are at its own speed, or at the one given."""
+        """That side's figures of a load; None where it is lost. With ``--states`` replays begin at that speed."""
         side, told = sides[name], {}
         try:
             if self._options.states:
-                told = {"state": self._state(side, state or self._own_states[name])}
+                told = {"state": self._state(side, state)}
             with nullcontext({}) if self._core is None else self._core.held_by(side.pid) as host:
                 row = side.ask(RUN_S, requests=load.requests, seed=seed, step_tokens=load.step_tokens)
             return {**row, **told, **host}
@@ -370,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--states", nargs="*", default=[], type=_turns, metavar="LOAD=N",
-        help="loads served N times first with either speed of replays; turns then begin at each side's own",
+        help="loads served N times first with either speed of replays; turns then begin at the slow one",
     )  # fmt: skip
     parser.add_argument(
         "--profile", nargs="*", default=[], metavar="LOAD",

@@ -48,8 +48,6 @@ class Config:
         split: let the scheduler run decodes and prompt chunks in steps of their own where that costs less.
         split_decodes: most decode-only steps between two steps with prompt chunks.
         first_token_ms: a prompt may wait at most this long for decode-only steps, where more than one is allowed.
-        second_context: make a second CUDA context for a moment after the captures, from which on graphs of kpolicy's
-            own engine replay faster, until a kernel runs by itself on a second stream; inside vLLM that isn't measured.
         lazy: capture few graphs at start-up and others between steps, once their sizes are hot.
         lazy_hot: steps a size must have missed before it is captured.
         lazy_graphs: graphs to capture at start-up, the largest of each kind included.
@@ -77,7 +75,6 @@ class Config:
     split: bool = False
     split_decodes: int = 1
     first_token_ms: float | None = None
-    second_context: bool = False
     lazy: bool = False
     lazy_hot: int = 32
     lazy_graphs: int = 8

@@ -42,9 +42,7 @@ def after_capture(state: State, modules: Any, taken: tuple[Any, float] = (0, 0.0
     again, state.started = state.started, True
     with state.guard("plan_not_checked", "comparing the plan with the model"):
         _check_plan(state)
-    _quicken(state, modules, timed=False)
     everywhere = state.together("policy_failed", "preparing the policy", lambda: _decide(state, modules, again=again))
-    _quicken(state, modules, timed=True)
     if not everywhere and not state.broken:
         state.fail("prepared", RuntimeError("another rank couldn't"))
         state.dispatcher.refresh()
@@ -79,21 +77,6 @@ def _why_no_costs(state: State) -> str:
     if not state.policy.reads_costs:
         return f"policy {state.config.policy!r} reads none"
     return "there are none: they couldn't be measured, or calibrate is off"
-
-
-def _quicken(state: State, modules: Any, *, timed: bool) -> None:
-    """Make a second CUDA context for a moment, where it is due: graphs replay faster once there was one.
-
-    It is due before anything is timed, so that costs are of that speed; but afterwards where the eager steps that are
-    timed may run kernels on a second stream, which ends it. All costs are then of the speed before.
-    """
-    if not state.config.second_context:
-        return
-    with state.guard("no_second_context", "making a second CUDA context", "graphs replay as they do without it"):
-        if modules.work_beside() is timed:
-            why = modules.second_context()
-            if why:
-                LOGGER.info("kpolicy: there was no second context after the captures: %s", why)
 
 
 def _decide(state: State, modules: Any, *, again: bool) -> None:

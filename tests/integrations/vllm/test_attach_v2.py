@@ -95,7 +95,7 @@ def names(modules: Loaded, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Nam
     free = iter(range(1 << 30, 0, -1000))
     defaults: dict[str, Any] = {
         "free_bytes": lambda: next(free), "num_pieces": lambda _: 25, "broadcast": lambda value: value, "agree": bool,
-        "first_rank": lambda: False, "device_name": lambda: "a device", "second_context": str, "work_beside": bool,
+        "first_rank": lambda: False, "device_name": lambda: "a device",
     }  # fmt: skip
     return Names(
         CUDAGraphMode=modules.module("config.compilation").CUDAGraphMode,

@@ -56,6 +56,7 @@ def test_values_of_the_environment():
     ("given", "says"),
     [
         ({"polcy": "auto"}, "did you mean 'policy'"),
+        ({"second_context": True}, "unknown setting of kpolicy 'second_context'"),
         ({"lazy": 1}, "true or false"),
         ({"lazy_hot": 2.5}, "whole number"),
         ({"decode_sizes": "1,2"}, "list of whole numbers"),

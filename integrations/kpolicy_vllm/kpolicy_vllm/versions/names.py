@@ -23,18 +23,6 @@ def _device_name() -> str:
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
 
 
-def _second_context() -> str:
-    torch = import_module("torch")
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return str(import_module("kpolicy.executors.cuda.second_context").second_context(torch.cuda.current_device()))
-
-
-def _work_beside() -> bool:
-    """Whether a layer asked for the stream on which eager steps run kernels beside others, as shared experts do."""
-    return getattr(import_module("vllm.utils.torch_utils"), "_aux_stream", None) is not None
-
-
 def wrapped(desc: Any, part: Part) -> list[bool]:
     """Of each of vLLM's own wrappers that has graphs of that part: has it that descriptor's, or piece of its size?
 
@@ -94,10 +82,6 @@ class Names:
     ModelCudaGraphManager: Any = None
     free_bytes: Callable[[], int] = _free_bytes
     device_name: Callable[[], str] = _device_name
-    second_context: Callable[[], str] = _second_context
-    """Makes one on the current device for a moment; why not, where it can't"""
-    work_beside: Callable[[], bool] = _work_beside
-    """Whether eager steps of this model may run kernels on a second stream"""
     num_pieces: Callable[[Any], int] = _num_pieces
     broadcast: Callable[[Any], Any] = _broadcast
     agree: Callable[[bool], bool] = _agree
