@@ -29,13 +29,11 @@ WIDE_LAYER = 100_000_000
 """Weights of a layer that a token is multiplied with, as `wide_layers` estimates them, from which a step of a few
 hundred tokens is taken to be bound by the device also in pieces: launching a layer's pieces takes some 0.2 ms, in which
 an H200 multiplies 512 tokens with as many. There what a step is padded by may take time: pieces have vLLM's own sizes
-from `DENSE_FROM` to its limit, and above that, where vLLM pads nothing as it is eager, sizes as `DENSE_STEPS` says."""
+from `DENSE_FROM` to its limit, and above that, where vLLM pads nothing as it is eager, sizes `DENSE_STEP` apart."""
 DENSE_FROM = 128
-DENSE_STEPS = ((1024, 64), (2048, 128), (4096, 256))
-"""How far apart, to which size. Launching a step of a Llama-8B eagerly took an H200's host 13 to 27 ms by calibrations
-on quick and slow cores, and the device takes 26.5 for 1,280 tokens: where pieces are chosen for that, padding is what
-they take more. With sizes 256 apart chat's prompts of 1,025 to 1,280 tokens had their first tokens 2 to 5% later than
-vLLM's, which ran them eagerly (docs/measured_vllm.md)."""
+DENSE_STEP, DENSE_TO = 64, 1024
+"""Of a Llama-8B's steps those to 1,024 tokens took an H200 up to 22 ms. Launching one eagerly took 19 ms by one
+calibration and 27 by another, on a core that was slow then."""
 DECODE_TO = 64
 """Rows of decodes to which such a model has vLLM's own sizes too, eight apart: in between, a Llama-8B's chat had its
 median gap 0.2% longer than vLLM's by sizes 16 and more apart (docs/measured_vllm.md)."""
@@ -105,10 +103,7 @@ def default_sizes(settings: Settings, *, paced: bool = False, wide: bool = False
     if wide:
         own = get_policy("vllm").sizes(settings).piecewise
         every |= {96, *(size for size in own if size >= DENSE_FROM)}
-        least = own[-1]
-        for most, apart in DENSE_STEPS:
-            every |= {size for size in range(0, most + 1, apart) if size > least}
-            least = max(least, most)
+        every |= {size for size in range(DENSE_FROM, DENSE_TO, DENSE_STEP) if size > own[-1]}
     largest = min(tokens, LARGEST_PIECEWISE)
     whole = min(tokens, max(LARGEST_MIXED, min(decode[-1], PACED_MIXED)) if paced else LARGEST_MIXED)
     pieces = sorted(size for size in every if size < largest)

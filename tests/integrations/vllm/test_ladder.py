@@ -17,7 +17,7 @@ from kpolicy_vllm import plugin
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.ladder import (
     DENSE_FROM,
-    DENSE_STEPS,
+    DENSE_STEP,
     default_sizes,
     describe,
     geometric,
@@ -75,7 +75,7 @@ def test_fewer_graphs_than_vllm():
 def test_where_the_device_bounds_a_layer_s_pieces_they_have_vllm_s_own_sizes(config, ranks, wide):
     """So that no step that vLLM would run in pieces is padded by more than there."""
     assert wide_layers(SimpleNamespace(**config), ranks) is wide
-    settings = Settings(max_num_reqs=1024, max_num_tokens=8192)
+    settings = Settings(max_num_reqs=1024)
     pieces, vllm = (each.piecewise for each in (default_sizes(settings, wide=wide), get_policy("vllm").sizes(settings)))
     for tokens in range(DENSE_FROM, 513):
         ours, theirs = (next(size for size in each if size >= tokens) for each in (pieces, vllm))
@@ -83,21 +83,8 @@ def test_where_the_device_bounds_a_layer_s_pieces_they_have_vllm_s_own_sizes(con
     assert (set(vllm) - set(pieces) == {*range(1, 16), *range(16, 128, 8)} & set(vllm) - {16, 32, 64, 96}) is wide
     for tokens in range(513, 1025):
         padding = next(size for size in pieces if size >= tokens) - tokens
-        assert not wide or padding < DENSE_STEPS[0][1]
-    for (most, apart), least in zip(DENSE_STEPS, (512, 1024, 2048), strict=True):
-        assert set(range(least + apart, most + 1, apart)).issubset(pieces) is wide
-    assert not wide or max((b - a) / a for a, b in itertools.pairwise(size for size in pieces if size >= 512)) <= 0.125
-
-
-def test_wide_models_have_vllm_s_own_sizes_of_few_decodes():
-    settings = Settings(max_num_reqs=1024)
-    wide, thin, few = (
-        default_sizes(each, wide=is_wide).decode
-        for each, is_wide in ((settings, True), (settings, False), (Settings(max_num_reqs=20), True))
-    )
-    assert set(wide) - set(thin) == {24, 40, 56}
-    assert {size for size in get_policy("vllm").sizes(settings).decode if size <= 64} <= set(wide)
-    assert few == (1, 2, 4, 8, 16, 20)
+        assert not wide or padding < DENSE_STEP
+    assert set(range(576, 1024, DENSE_STEP)).issubset(pieces) is wide
 
 
 def test_configs_by_layer():
