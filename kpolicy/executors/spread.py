@@ -3,7 +3,7 @@
 Both are launched by one host thread on streams of their own. As the prompt's launch comes to an attention call, the
 host records a point on its stream, lets the main stream wait for that point and launches the decode step behind it.
 Waits go one way, from the prompt's stream to the main one, so that nothing waits in a circle. Tests hold it to eager
-launches on a pretended device; on an H200 63,000 such steps had the bits of the same in turn (docs/measured_gpu.md).
+launches on a pretended device; on an H200 74,000 such steps had the bits of the same in turn (docs/measured_gpu.md).
 """
 
 from __future__ import annotations
