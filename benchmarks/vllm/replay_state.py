@@ -2,7 +2,7 @@
 
 A kernel that is launched by itself on a second stream, as in the warm-ups of captures, makes replays of that process
 slow until any process makes a context (docs/measured_gpu.md, two speeds of a replay). Sides that share a GPU make each
-other's quick, so a state is brought about before each turn. Inside vLLM they took the same (docs/measured_vllm.md,
+other's quick, so a state is brought about before each turn. Inside vLLM no difference was seen (docs/measured_vllm.md,
 replays' two speeds inside vLLM).
 """
 

@@ -3,7 +3,7 @@
 On an H200 (driver 580.159, torch 2.11) each kernel of a replayed graph takes some 0.35 us longer once a kernel ran on a
 second stream, as in the warm-ups of captures, until any process makes a context, even on another device:
 DeepSeek-V2-Lite's decode step of 2,436 kernels 7.3 ms instead of 6.5. What the driver changes isn't known;
-`docs/measured_gpu.md` has what was tried. Inside vLLM a context changed nothing
+`docs/measured_gpu.md` has what was tried. Inside vLLM a context made no difference that was seen
 (`docs/measured_vllm.md`). It needs device memory while it is there.
 """
 

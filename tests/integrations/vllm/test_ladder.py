@@ -87,6 +87,17 @@ def test_where_the_device_bounds_a_layer_s_pieces_they_have_vllm_s_own_sizes(con
     assert set(range(576, 1024, DENSE_STEP)).issubset(pieces) is wide
 
 
+def test_wide_models_have_vllm_s_own_sizes_of_few_decodes():
+    settings = Settings(max_num_reqs=1024)
+    wide, thin, few = (
+        default_sizes(each, wide=is_wide).decode
+        for each, is_wide in ((settings, True), (settings, False), (Settings(max_num_reqs=20), True))
+    )
+    assert set(wide) - set(thin) == {24, 40, 56}
+    assert {size for size in get_policy("vllm").sizes(settings).decode if size <= 64} <= set(wide)
+    assert few == (1, 2, 4, 8, 16, 20)
+
+
 def test_configs_by_layer():
     """Gemma 3n has a list of sizes; a config can raise where one number is asked for all layers, and counts as thin."""
     transformers = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.vllm.correct import VOCAB
 from benchmarks.vllm.loads import BURST_OUTPUTS, CHAT, CODE, MAX_TOKENS, RATES, make_load
 from benchmarks.vllm.stock_vs_kpolicy import KV_BYTES, WARM_SCALE
-from benchmarks.vllm.summary import ratio_interval
+from benchmarks.vllm.summary import compared, ratio_interval, states_compared
 from kpolicy.costs import CostTable
 from kpolicy.decision import Launch
 from kpolicy.keys import GraphKey
@@ -663,6 +663,53 @@ def test_the_page_tells_from_when_llama_s_chat_had_stock_s_steps_in_the_call_bef
         elif row["side"] == "stock":
             assert eager_prompts(row) == 7
     assert "four of stock's seven eager steps ran in pieces, from the third turn on none" in now
+
+
+def test_llama_s_later_calls_are_told() -> None:
+    """Their table, what the steps ran in, and a step that comes later in pieces."""
+    page = " ".join(PAGE.split("## Llama again")[1].split("\n## ")[0].split())
+    calls = [raw_of(f"vllm_llama8b_{name}") for name in ("fourth", "fifth")]
+    assert [call["commit"] for each in calls for call in each["calls"]] == ["735ac70", "dedba98"]
+    found = [{(row["load"], row["figure"]): row for row in compared(each["rows"])["stock kpolicy"]} for each in calls]
+    shown = {
+        "requests/s": "requests_per_s", "gap p50": "gap_p50_ms", "gap p99": "gap_p99_ms",
+        "slowest 2% of gaps": "gap_slow_ms", "first tokens, p50 of all turns": "ttft_all_p50_ms",
+        "first tokens, p99 of all turns": "ttft_all_p99_ms", "first tokens, geometric mean": "ttft_geo_ms",
+    }  # fmt: skip
+    names = {"conversation": "chat", "code": "code-2048", "768": "decode-768-64", "1,000": "decode-1000-64"}
+    load, seen = "", 0
+    for line in PAGE.split("## Llama again")[1].split("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) != 4 or cells[1] not in shown:
+            continue
+        load = next((own for name, own in names.items() if name in cells[0]), load)
+        for cell, rows in zip(cells[2:], found, strict=True):
+            row = rows.get((load, shown[cells[1]]))
+            if not cell:
+                assert row is None
+                continue
+            short = "**" * (row["ratio"] < 0.99)
+            assert cell == f"{short}{row['ratio']:.3f}{short} ({row['low']:.3f} to {row['high']:.3f})", (load, line)
+            seen += 1
+    assert seen == 20
+    for requests, mode, steps, least in ((768, "FULL", 67, 63), (1000, "PIECEWISE", 68, 59)):
+        turns = [row for row in calls[0]["rows"] if row["load"] == f"decode-{requests}-64" and row["side"] == "kpolicy"]
+        assert {(row["modes"][mode][0], row["steps"]) for row in turns} == {(least, steps)}
+        assert f"{least} of {steps} steps" in page
+    came: dict[tuple[str, str], list[float]] = {}
+    for row in calls[0]["rows"]:
+        for mode, _, tokens, requests, ms, _ in row.get("prompt_steps", []) if row["load"] == "chat" else ():
+            if (tokens, requests) == (1122, 19):
+                came.setdefault((row["side"], mode), []).append(ms)
+    eager, pieces = (statistics.median(came[key]) for key in (("stock", "NONE"), ("kpolicy", "PIECEWISE")))
+    assert f"come {eager:.1f} ms after the step before on stock and {pieces:.1f} ms in pieces" in page
+    slow = {row["of"]: row for row in states_compared(calls[0]["rows"]) if row["figure"] == "gap_p50_ms"}
+    both = " ".join(PAGE.split("## Replays' two speeds inside vLLM")[1].split("\n## ")[0].split())
+    assert (
+        f"were {slow['stock']['ratio']:.4f} times ({slow['stock']['low']:.4f} to {slow['stock']['high']:.4f})" in both
+    )
+    own = slow["kpolicy"]
+    assert f"and {own['ratio']:.3f} times ({own['low']:.3f} to {own['high']:.3f}) with kpolicy" in both
 
 
 def test_the_page_tells_what_captures_took() -> None:
