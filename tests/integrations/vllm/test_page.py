@@ -712,6 +712,30 @@ def test_llama_s_later_calls_are_told() -> None:
     assert f"and {own['ratio']:.3f} times ({own['low']:.3f} to {own['high']:.3f}) with kpolicy" in both
 
 
+def test_the_small_model_s_later_call_is_told() -> None:
+    """What its turns came to until the machine was gone."""
+    found = raw_of("vllm_qwen05b_fourth")
+    rows = {(row["load"], row["figure"]): row for row in compared(found["rows"])["stock kpolicy"]}
+    part = paragraph("**Qwen2.5-0.5B again**")
+
+    def of(load: str, figure: str) -> str:
+        row = rows[load, figure]
+        return f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
+
+    assert [each["commit"] for each in found["calls"]] == ["735ac70"]
+    counts = {load: row["repeats"] for (load, figure), row in rows.items() if figure == "requests_per_s"}
+    assert [counts[load] for load in ("chat", "code-2048", "decode-1000-64", "code-8192")] == [5, 5, 4, 4]
+    code, chat = (
+        f"{of(load, 'requests_per_s')} {told} {of(load, 'gap_p99_ms')}"
+        for load, told in (("code-2048", "in requests/s and"), ("chat", "and"))
+    )
+    assert f"Code at 2,048 has {code} in gap p99, chat {chat}" in part
+    assert f"{of('chat', 'ttft_all_p50_ms')} and {of('chat', 'ttft_all_p99_ms')} at p50 and p99" in part
+    assert f"1,000 decodes have {of('decode-1000-64', 'requests_per_s')} in requests/s" in part
+    large = f"{of('code-8192', 'requests_per_s')} and gap p99 at {of('code-8192', 'gap_p99_ms')}"
+    assert f"Code at 8,192 has {large}." in part
+
+
 def test_the_page_tells_what_captures_took() -> None:
     """Of engines that started one after the other, before they served."""
     told_there, cold = paragraph("- **Captures**"), {}
