@@ -497,6 +497,8 @@ def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any = None) -> t
         shapes: the model's shapes that they are of, by load.
         costs: another cost table, for all shapes; by default each is decided by the table that it was measured with.
     """
+    if costs is None and "tables" not in at:
+        raise SystemExit(f"{at['model']}: this file has no cost tables, so --repick can't be had; --rescore takes one")
     tables = [_costs(each["costs"]) for each in at["tables"]] if costs is None else [costs]
     engines = [autos(_simulated(at, each), _own(at)) for each in tables]
     cells = {}
@@ -760,6 +762,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args(argv)
     options.layers = 0
+    if options.repick and options.rescore:
+        parser.error("--repick takes each shape's own cost table and --rescore another for all; give one of the two")
+    if (options.repick or options.rescore) and not (options.summary and options.shapes):
+        parser.error("--repick and --rescore are for --summary FILES, of the shapes in --shapes FILE")
     if not options.summary:
         if not (options.config and options.shapes and options.out):
             parser.error("give --config, --shapes and --out to measure, or --summary with the files that were")

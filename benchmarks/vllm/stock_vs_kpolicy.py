@@ -234,15 +234,21 @@ class Run(Measurement):
         return told
 
     def _both_states(self, model: str, sides: dict[str, Side]) -> None:
-        """Each side serves a load with either speed of replays in turn, the slow one first."""
+        """Each side serves a load with either speed of replays in turn, the slow one first in every other repeat."""
         for name, times in self._options.states:
             load = make_load(name, model, self._options.traces, scale=self._options.scale)
             count = len(load.requests)
             if all(self.rows.has(model, f"{name} {state}", sides, times - 1, count) for state in STATES):
                 continue
-            for repeat, state in [(i, state) for i in range(times + 1) for state in STATES]:
-                for side in list(sides):
+            longest_s = LAST_S
+            for repeat, state in [(i, state) for i in range(times + 1) for state in rotated(STATES, i)]:
+                if self.left_s() < longest_s * len(sides):
+                    say(f"{model}: the budget is spent")
+                    self._cut.append(model)
+                    return
+                for side in rotated(list(sides), repeat):
                     row = self._served(model, sides, side, load, f"{name} {state} {repeat}", state)
+                    longest_s = max(longest_s, row["wall_s"] if row is not None else 0.0)
                     # The first of each only warms up.
                     if row is not None and repeat:
                         about = {"model": model, "load": f"{name} {state}", "side": side, "repeat": repeat - 1}
@@ -392,6 +398,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.one_core and not hasattr(os, "sched_setaffinity"):
         parser.error("--one-core: this system doesn't let a process choose its cores; Linux does.")
     _check(parser, "--turns", [load for load, _ in options.turns], options.loads)
+    try:
+        for load, _ in options.states:
+            make_load(load, options.only[0], options.traces)
+    except ConfigError as error:
+        parser.error(f"--states: {error}")
     _check(parser, "--profile", options.profile, options.loads)
     _check(parser, "--only-for", [side for side, _ in options.only_for], options.sides)
     run = Run(options)

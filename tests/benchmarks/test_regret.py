@@ -23,6 +23,7 @@ pytest.importorskip("numpy")
 
 LOAD = "code x6"
 RAW = Path(__file__).parents[2] / "benchmarks/results/h200/raw"
+PROFILE = RAW / "profile_regret_llama1b.json"
 
 
 def shape(picks: dict[str, str], times: int = 1, **us: float) -> dict[str, Any]:
@@ -365,3 +366,19 @@ def test_a_cell_whose_halves_are_apart_is_unsettled() -> None:
     assert not regret._unsettled([steady])
     assert regret._unsettled([steady, moved])
     assert not regret._unsure(mixed(picks("a"), a=steady, b=moved), regret.UNSURE / 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--repick", "--rescore", str(PROFILE)], "give one of the two"),
+        (["--repick"], "are for --summary FILES"),
+        (["--repick", "--summary", str(PROFILE)], "of the shapes in --shapes FILE"),
+    ],
+)
+def test_picks_are_made_anew_for_a_summary_alone(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        regret.main(options)
+    assert told in capsys.readouterr().err

@@ -35,8 +35,8 @@ DENSE_STEP, DENSE_TO = 64, 1024
 """Of a Llama-8B's steps those to 1,024 tokens took an H200 up to 22 ms. Launching one eagerly took 19 ms by one
 calibration and 27 by another, on a core that was slow then."""
 DECODE_TO = 64
-"""Rows of decodes to which such a model has vLLM's own sizes too, eight apart: in between, a Llama-8B's chat had its
-median gap 0.2% longer than vLLM's by sizes 16 and more apart (docs/measured_vllm.md)."""
+"""Rows of decodes to which such a model has sizes eight apart, vLLM's own where a row has one token: in between, a
+Llama-8B's chat had its median gap 0.2% longer than vLLM's by sizes 16 and more apart (docs/measured_vllm.md)."""
 LARGEST_MIXED = 512
 """Above this, attention of a whole graph's fixed shape is work that its rows may not need; pieces have none of it."""
 

@@ -121,9 +121,12 @@ def test_sides_are_served_at_either_speed_of_replays_and_then_at_the_slow_one(tm
     written = json.loads((tmp_path / "vllm_stock_vs_kpolicy.json").read_text())
     found = {(row["of"], row["load"]): row for row in written["states"] if row["figure"] == "gap_p50_ms"}
     assert set(found) == {("stock", "decode-2"), ("kpolicy", "decode-2")}
-    assert [(row["slow"], row["quick"], row["ratio"], row["repeats"]) for row in found.values()] == [
-        (4.0, 2.0, 2.0, 3), (2.0, 1.0, 2.0, 3)
-    ]  # fmt: skip
+    told = {side: (row["slow"], row["quick"], row["ratio"], row["repeats"]) for (side, _), row in found.items()}
+    assert told == {"stock": (4.0, 2.0, 2.0, 3), "kpolicy": (2.0, 1.0, 2.0, 3)}
+    order = [(row["side"], row["load"]) for row in map(json.loads, (tmp_path / "raw.jsonl").read_text().splitlines())
+             if row["load"].startswith("decode-2")]  # fmt: skip
+    assert order[:4] == [(side, f"decode-2 {state}") for state in ("quick", "slow") for side in ("kpolicy", "stock")]
+    assert order[4:8] == [(side, f"decode-2 {state}") for state in ("slow", "quick") for side in ("stock", "kpolicy")]
     raw = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
     turns = {(row["side"], row["state"]) for row in raw if row["load"] == "decode-4"}
     assert turns == {("stock", "slow"), ("kpolicy", "slow")}
@@ -131,6 +134,14 @@ def test_sides_are_served_at_either_speed_of_replays_and_then_at_the_slow_one(tm
     before = (tmp_path / "raw.jsonl").read_text()
     assert stock_vs_kpolicy.main(command) == 0
     assert (tmp_path / "raw.jsonl").read_text() == before
+
+
+def test_a_load_of_states_that_is_not_there_is_refused_before_engines_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        served(tmp_path, "--states", "decod-2=3")
+    assert "--states: there is no load 'decod-2'" in capsys.readouterr().err
 
 
 def test_stock_may_be_served_by_a_second_process(tmp_path: Path) -> None:
