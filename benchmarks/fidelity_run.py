@@ -1,17 +1,21 @@
 """A whole fidelity run by one command, on a machine with a GPU: calibrations, the run, and its steps run again.
 
 Three calibrations one after the other, the profile of their middle (`kpolicy.middle_profile`), a run of every policy
-twice by that profile, and the steps that the rule wants run again (`benchmarks.gpu.again`), each under
-``benchmarks.quiet --follow`` and all within one limit::
+twice by that profile, one calibration more, the steps that the rule wants run again (`benchmarks.gpu.again`), and a
+last calibration, each under ``benchmarks.quiet --follow`` and all within one limit::
 
     python -m benchmarks.fidelity_run --config config.json --trace azure_llm_2023_code.csv --start 600 --window 20
         --rate 0.7 --policy auto --policy piecewise --policy vllm --limit 580 --out DIR
 
+The run decides by the calibrations before it, P.json. What it is held to is the middle of all of them, Q.json: how long
+a shared host takes to launch moves by more than the wanted 5% within minutes, which no calibration made before can know
+of, and a simulator that is handed it isn't wrong for it. Both are to be published.
+
 All run in DIR, which gets links to config and trace, so that no result names a folder of the machine. What is in DIR
 already isn't made again. What fails ends the command: a run by fewer calibrations is none. Where less than ``--again``
 is left for the steps that run again, too few would run three times: it ends before them, and the same command, called
-again, goes on with all of its limit. At the end it prints the command that holds the profile to what is in DIR, which
-needs no GPU (`benchmarks.fidelity`).
+again, goes on with all of its limit. At the end it prints the commands that hold each profile to what is in DIR, which
+need no GPU (`benchmarks.fidelity`).
 """
 
 from __future__ import annotations
@@ -41,6 +45,9 @@ LATE_S = 1.0
 PART = "part-"
 """Before the names of files of steps that run again, until they have all run"""
 AGAIN = "steps again"
+MIDDLE = "the middle"
+AROUND = Path("Q.json")
+"""The profile of the calibrations before and after the run"""
 KPOLICY = [sys.executable, "-m", "kpolicy"]
 
 
@@ -54,19 +61,24 @@ def log_names(policies: Sequence[str], repeats: int) -> list[list[Path]]:
 def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float]]:
     """(what it is, what it writes, its command, seconds at most) of all that runs in the folder, in its order."""
     config = "config.json"
-    made = [Path(f"C-{i + 1}.json") for i in range(options.calibrations)]
+    made = [Path(f"C-{i + 1}.json") for i in range(options.calibrations + options.later)]
     profile, run, again = Path("P.json"), Path("R.json"), Path("A.jsonl")
     served = ["--trace", options.trace.name, "--start", f"{options.start:g}", "--window", f"{options.window:g}"]
     policies = [word for policy in options.policy for word in ("--policy", policy)]
     first = log_names(options.policy, options.repeats)[0]
-    found = [
+    calibrations = [
         (f"calibration {i + 1}", path,
          [*KPOLICY, "calibrate", "--device", options.device, "--model", config, "--seconds", f"{options.seconds:g}",
           "--out", str(path), "--json"], options.calibration_limit)
         for i, path in enumerate(made)
     ]  # fmt: skip
-    middle = [sys.executable, "-m", "benchmarks.middle_profile", *map(str, made), "--out", str(profile)]
-    found.append(("the middle", profile, middle, 60.0))
+
+    def middle(of: int, path: Path) -> tuple[str, Path, list[str], float]:
+        words = [sys.executable, "-m", "benchmarks.middle_profile", *map(str, made[:of]), "--out", str(path)]
+        return MIDDLE, path, words, 60.0
+
+    found = [*calibrations[: options.calibrations], middle(options.calibrations, profile)]
+    later = calibrations[options.calibrations :]
     ran = [
         *KPOLICY, "run", "--device", options.device, "--model", config, *served, "--rate", f"{options.rate:g}",
         *policies, "--repeats", str(options.repeats), "--no-verify", "--profile", str(profile),
@@ -79,20 +91,29 @@ def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float
         *(w for mode in options.mode for w in ("--mode", mode)), "--most", str(options.most),
         "--seconds", f"{options.again - AROUND_S:g}", "--out", f"{PART}{again}",
     ]  # fmt: skip
+    # One behind the run, where there are several, and the others behind what runs again.
+    found += later[: len(later) // 2]
     if options.again:
         found.append((AGAIN, again, repeated, options.again + GRACE_S))
+    found += later[len(later) // 2 :]
+    if later:
+        found.append(middle(len(made), AROUND))
     return found
 
 
-def fidelity_command(options: argparse.Namespace) -> str:
-    """The command that holds the profile to what was measured, to be run in the folder."""
+def fidelity_commands(options: argparse.Namespace) -> list[str]:
+    """The commands that hold each profile to what was measured, to be run in the folder; the one that judges first."""
     logs = [log for turn in log_names(options.policy, options.repeats) for log in turn]
     again = sorted(path.name for path in options.out.glob("A*.jsonl"))
-    command = ["python", "-m", "benchmarks.fidelity", "--profile", "P.json"]
-    command += [word for log in logs for word in ("--log", str(log))]
-    command += [word for log in again for word in ("--again", log)]
-    command += ["--run", "R.json", "--trace", options.trace.name, "--start", f"{options.start:g}"]
-    return shlex.join([*command, "--window", f"{options.window:g}"])
+    words = [word for log in logs for word in ("--log", str(log))]
+    words += [word for log in again for word in ("--again", log)]
+    words += ["--run", "R.json", "--trace", options.trace.name, "--start", f"{options.start:g}"]
+    words += ["--window", f"{options.window:g}"]
+    count = options.calibrations + options.later
+    told = f"the middle of each figure of {count} calibrations, {options.calibrations} before the run"
+    profiles = [["--profile", str(AROUND), "--table", f"{told} and {options.later} after it"]] if options.later else []
+    profiles.append(["--profile", "P.json"])
+    return [shlex.join(["python", "-m", "benchmarks.fidelity", *profile, *words]) for profile in profiles]
 
 
 def is_there(path: Path) -> bool:
@@ -144,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", action="append", required=True, help="a policy; repeat the option for several")
     parser.add_argument("--repeats", type=int, default=2, help="turns of each policy (2)")
     parser.add_argument("--device", default="cuda", help="what serves the model (cuda)")
-    parser.add_argument("--calibrations", type=int, default=3, help="of which the middle is taken (3)")
+    parser.add_argument("--calibrations", type=int, default=3, help="before the run, by whose middle it decides (3)")
+    parser.add_argument("--later", type=int, default=2, help="calibrations after the run and what runs again (2)")
     parser.add_argument("--seconds", type=float, default=25.0, help="of measuring in each calibration (25)")
     parser.add_argument("--calibration-limit", type=float, default=120.0, help="a calibration's seconds at most (120)")
     parser.add_argument("--again", type=float, default=95.0, help="seconds for steps that run again; 0 for none (95)")
@@ -156,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if min(options.calibrations, options.repeats) < 1:
         parser.error(f"--calibrations {options.calibrations} --repeats {options.repeats}: both are from 1 up")
+    if options.later < 0:
+        parser.error(f"--later {options.later}: 0 for none, or how many calibrations run after the run")
     if options.again and not AROUND_S < options.again <= options.limit - GRACE_S:
         parser.error(
             f"--again {options.again:g}: 0 for none, or over {AROUND_S:g} seconds, which go for starting and ending, "
@@ -189,14 +213,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             sys.stderr.write(f"{what}: {told}; call it again to go on\n")
             return 1
-        code = ran(command, options.out, written, min(most, left), quiet=options.quiet if what != "the middle" else 0)
+        code = ran(command, options.out, written, min(most, left), quiet=options.quiet if what != MIDDLE else 0)
         print(f"[{time.monotonic() - zero:4.0f} s] {what}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
         if code:
             log = options.out / f"{written.stem}.log"
             with suppress(OSError):
                 sys.stderr.write("".join(log.read_text(errors="replace").splitlines(keepends=True)[-5:]))
             return 1
-    print(f"in {options.out}: {fidelity_command(options)}")
+    for line in fidelity_commands(options):
+        print(f"in {options.out}: {line}")
     return 0
 
 

@@ -51,8 +51,9 @@ def test_all_runs_in_its_order_and_once(
 ) -> None:
     pretend(monkeypatch)
     assert fidelity_run.main(words) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    names = [f"calibration {i}" for i in (1, 2, 3)] + ["the middle", "the run", "steps again"]
+    *lines, around, last = capsys.readouterr().out.splitlines()
+    names = [f"calibration {i}" for i in (1, 2, 3)]
+    names += ["the middle", "the run", "calibration 4", "steps again", "calibration 5", "the middle"]
     assert [line.partition("] ")[2] for line in lines] == [f"{name}: done" for name in names]
     logs = [
         "S-auto.jsonl",
@@ -62,6 +63,8 @@ def test_all_runs_in_its_order_and_once(
     ]
     told = " ".join(f"--log {log}" for log in logs)
     assert f"--profile P.json {told} --again A-auto.jsonl --run R.json --trace trace.csv --start 0 --window 30" in last
+    table = "the middle of each figure of 5 calibrations, 3 before the run and 2 after it"
+    assert f"--profile Q.json --table '{table}' {told} --again A-auto.jsonl --run R.json" in around
     assert (tmp_path / "out" / "R.json").read_text() == "the run ran\n"
     assert (tmp_path / "out" / "C-2.log").read_text() == "calibration 2 ran\n"
     assert not (tmp_path / "out" / "R.json.part").exists()
@@ -148,7 +151,7 @@ def test_steps_that_were_cut_short_run_again(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither they nor the files of one that was killed are taken for done."""
-    pretend(monkeypatch, 0, 0, 0, 0, 0, 3)
+    pretend(monkeypatch, 0, 0, 0, 0, 0, 0, 3)
     assert fidelity_run.main(words) == 1
     out = tmp_path / "out"
     assert [path.name for path in out.glob("*A-*")] == ["part-A-auto.jsonl"]
@@ -175,6 +178,20 @@ def test_seconds_in_which_no_steps_can_run_again_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_calibrations_after_the_run_can_be_left_out(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    assert fidelity_run.main([*words, "--later", "0"]) == 0
+    told = capsys.readouterr().out
+    assert "--profile P.json" in told
+    assert "Q.json" not in told
+    assert not (tmp_path / "out" / "Q.json").exists()
+    with pytest.raises(SystemExit):
+        fidelity_run.main([*words, "--later", "-1"])
+    assert "--later -1: 0 for none, or how many calibrations run after the run" in capsys.readouterr().err
+
+
 def test_another_model_in_the_folder_is_refused(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +216,10 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
     monkeypatch.setattr(fidelity_run, "ran", ran)
     assert fidelity_run.main([*words, "--window", "20", "--start", "600", "--limit", "580"]) == 0
     served = "--trace trace.csv --start 600 --window 20"
-    *calibrations, middle, run, again = [" ".join(command[2:]) for command in seen]
+    *calibrations, middle, run, fourth, again, fifth, all_five = [" ".join(command[2:]) for command in seen]
+    assert fourth == calibrations[2].replace("C-3", "C-4")
+    assert fifth == calibrations[2].replace("C-3", "C-5")
+    assert all_five == "benchmarks.middle_profile C-1.json C-2.json C-3.json C-4.json C-5.json --out Q.json"
     assert calibrations[2] == ("kpolicy calibrate --device cuda --model config.json --seconds 25 --out C-3.json --json")
     assert middle == "benchmarks.middle_profile C-1.json C-2.json C-3.json --out P.json"
     assert run == (
