@@ -189,7 +189,7 @@ class Correction:
         device, host = self._now.launch_us(first, numbers)
         other, other_host = self._now.launch_us(second, numbers)
         decodes_us, prompt_us = first.repeat * device, second.repeat * other
-        overlap = self._measured.overlap_of(numbers.num_decodes)
+        overlap = self._measured.overlap_of(numbers.num_decodes, numbers.num_prefill_tokens)
         expected = overlap.device_us(decodes_us, prompt_us)
         bounded = expected > first.repeat * host + second.repeat * other_host
         shorter = min(decodes_us, prompt_us) / expected if bounded else 0.0

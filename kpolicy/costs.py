@@ -556,11 +556,20 @@ class CostTable:
         base_us = host.base_for(decodes=decodes > 0, prefills=prefills > 0)
         return (dense_us + padding) + (decode + prefill) + both, base_us + host.req_us * reqs + padding
 
-    def overlap_of(self, num_decodes: int) -> Overlap:
+    def overlap_of(self, num_decodes: int, prompt_tokens: int | None = None) -> Overlap:
         """What halves beside each other take with so many decode rows; between those timed it changes evenly.
 
         A rank without any, beside others that have some, counts as one row: its graph runs all the same.
+
+        Args:
+            num_decodes: decode rows.
+            prompt_tokens: of all prompts' chunks; None for long ones.
         """
+        share = 1.0 if prompt_tokens is None else self.effects.outlasted_at(prompt_tokens)
+        return self._overlap_with(num_decodes).outlasting(share)
+
+    def _overlap_with(self, num_decodes: int) -> Overlap:
+        """`overlap_of` beside long prompts."""
         effects, few = self.effects, self.overlap
         if num_decodes < FEW_DECODES:
             one = self._overlap_by(effects.one_row_overlap, effects.one_row_slowdown)
@@ -608,7 +617,8 @@ class CostTable:
         if second.stream == first.stream:
             device_us = decodes_us + second_device
         else:
-            device_us = self.overlap_of(numbers.num_decodes).device_us(decodes_us, second_device)
+            overlap = self.overlap_of(numbers.num_decodes, numbers.num_prefill_tokens)
+            device_us = overlap.device_us(decodes_us, second_device)
         cycle = max(device_us, host_us) + self.step_us
         if steps == 1:
             return Cost(cycle, cycle, cycle, device_us, host_us)

@@ -24,11 +24,13 @@ class Overlap(NamedTuple):
         cost: what decode steps that are over first add to the prompt's time, as a share of theirs.
         outlasted: what a prompt that is over first adds to the decode steps' time, as a share of its.
         slowdown: how many times as long as alone a decode step takes beside a prompt.
+        share: what is left, in `outlasted`, of what the two speeds say: less than 1 where the prompt is short.
     """
 
     cost: float
     outlasted: float
     slowdown: float
+    share: float = 1.0
 
     @classmethod
     def of(cls, cost: float, slowdown: float | None = None) -> Overlap:
@@ -43,6 +45,10 @@ class Overlap(NamedTuple):
             # Together they take longer than in turn, which two speeds don't tell.
             return cls(cost, cost, slowdown)
         return cls(cost, (slowdown - 1.0) / (slowdown - cost), slowdown)
+
+    def outlasting(self, share: float) -> Overlap:
+        """Beside a prompt that adds only so much of that to decode steps which outlast it (`StepEffects`)."""
+        return self if share == 1.0 or self.cost > 1.0 else self._replace(outlasted=share * self.outlasted, share=share)
 
     @property
     def gains(self) -> bool:
@@ -67,7 +73,7 @@ class Overlap(NamedTuple):
     def rise_us(self, decodes_us: float, prompt_us: float) -> float:
         """By how much `device_us` rises with the cost and the slowdown, where both rise by as much.
 
-        Where the prompt is over last it is the decode steps' time, else ``1 / (slowdown - cost)`` of the prompt's.
+        Where the prompt is over last it is the decode steps' time, else ``share / (slowdown - cost)`` of the prompt's.
 
         Args:
             decodes_us: device time of all decode steps alone.
@@ -76,7 +82,7 @@ class Overlap(NamedTuple):
         us = self.device_us(decodes_us, prompt_us)
         if us == prompt_us + self.cost * decodes_us:
             return decodes_us
-        return prompt_us / (self.slowdown - self.cost) if self.cost < 1.0 else prompt_us
+        return self.share * prompt_us / (self.slowdown - self.cost) if self.cost < 1.0 else prompt_us
 
 
 def between(fewer: Overlap, more: Overlap, num_decodes: int, rows: tuple[int, int]) -> Overlap:

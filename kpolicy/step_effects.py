@@ -2,12 +2,13 @@
 
 `CostTable.effects` holds them, and files have them beside the table's other numbers. `kpolicy.simulate` reads them
 (`kpolicy.simulate.step_costs`), and planning what padding takes (`CostTable.replay_us`); decisions and the simulated
-executor, which don't know what ran before, read only what one decode row and what many take beside a prompt
-(`CostTable.overlap_of`).
+executor, which don't know what ran before, read only what one decode row and what many take beside a prompt, and what
+decodes take beside a short one (`CostTable.overlap_of`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -35,6 +36,9 @@ class StepEffects:
         one_row_slowdown: `CostTable.decode_slowdown` where the decode half is one row, likewise. It counts only where
             `one_row_overlap` is there too.
         many_rows_overlap, many_rows_slowdown: likewise where it is `kpolicy.costs.MANY_DECODES` rows or more.
+        outlasted_share: by the tokens of prompts, share of what those speeds say that a prompt which is over first adds
+            to the decode steps' time, from 0 to 1; None where it wasn't timed. Kernels of short prompts leave more of
+            the device to others (docs/measured_gpu.md).
     """
 
     warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))
@@ -44,6 +48,7 @@ class StepEffects:
     one_row_slowdown: float | None = attrs.field(default=None)
     many_rows_overlap: float | None = attrs.field(default=None)
     many_rows_slowdown: float | None = attrs.field(default=None)
+    outlasted_share: tuple[tuple[int, float], ...] | None = attrs.field(default=None)
 
     @warm_host_share.validator
     def _check_warm(self, _: Any, value: tuple[float, float]) -> None:
@@ -72,6 +77,34 @@ class StepEffects:
     @many_rows_slowdown.validator
     def _check_slowdown(self, attribute: attrs.Attribute[float | None], value: float | None) -> None:
         check_slowdown(attribute.name, value)
+
+    @outlasted_share.validator
+    def _check_outlasted(self, _: Any, value: tuple[tuple[int, float], ...] | None) -> None:
+        if value is None:
+            return
+        tokens = [each[0] for each in value]
+        if not value or tokens[0] < 1 or tokens != sorted({*tokens}) or not all(0 <= share <= 1 for _, share in value):
+            raise ProfileError(
+                f"outlasted_share is {value}; it is pairs of a prompt's tokens, from 1 up and rising, and a share from "
+                "0 to 1, or none."
+            )
+
+    def outlasted_at(self, prompt_tokens: int) -> float:
+        """`outlasted_share` of a prompt of so many tokens: even between those timed as tokens double, beyond as there.
+
+        1 where it wasn't timed.
+        """
+        points = self.outlasted_share
+        if points is None:
+            return 1.0
+        tokens, share = points[0]
+        for more, next_share in points[1:]:
+            if prompt_tokens <= tokens:
+                break
+            if prompt_tokens < more:
+                return share + (next_share - share) * math.log2(prompt_tokens / tokens) / math.log2(more / tokens)
+            tokens, share = more, next_share
+        return share
 
     def at_host_speed(self, times: float) -> StepEffects:
         """Those of a host that takes so many times as long."""

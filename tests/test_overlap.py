@@ -49,7 +49,8 @@ def test_without_a_slowdown_the_longer_half_and_a_share_of_the_shorter(cost: flo
 def test_what_takes_longer_beside_than_in_turn_is_told_by_its_cost_alone() -> None:
     """No two speeds make that: the slowdown tells when decode steps are over, and nothing of the whole."""
     overlap = Overlap.of(1.3, 1.1)
-    assert overlap == (1.3, 1.3, 1.1)
+    assert overlap == (1.3, 1.3, 1.1, 1.0)
+    assert overlap.outlasting(0.5) == overlap
     assert not overlap.gains
     assert overlap.device_us(10.0, 100.0) == pytest.approx(113.0)
 
@@ -88,12 +89,14 @@ def test_at_the_decode_rows_that_were_timed_nothing_changes(cost: float, slowdow
 
 @given(
     st.floats(0.0, 0.9), st.none() | st.floats(1.0, 3.0), st.floats(10.0, 1e4), st.floats(10.0, 1e4),
-    st.floats(0.0, 0.05),
+    st.floats(0.0, 0.05), st.floats(0.0, 1.0),
 )  # fmt: skip
-def test_how_much_it_rises(cost: float, slowdown: float | None, decodes: float, prompt: float, more: float) -> None:
+def test_how_much_it_rises(
+    cost: float, slowdown: float | None, decodes: float, prompt: float, more: float, share: float
+) -> None:
     """With both numbers, as corrections change them; where another half becomes the last it rises more."""
-    overlap = Overlap.of(cost, slowdown)
-    risen = Overlap.of(cost + more, None if slowdown is None else slowdown + more)
+    overlap = Overlap.of(cost, slowdown).outlasting(share)
+    risen = Overlap.of(cost + more, None if slowdown is None else slowdown + more).outlasting(share)
     told = overlap.device_us(decodes, prompt) + more * overlap.rise_us(decodes, prompt)
     found = risen.device_us(decodes, prompt)
     assert found >= told * (1 - 1e-6)

@@ -183,6 +183,7 @@ def test_files_round_trip(tmp_path: Path) -> None:
 EFFECTS = {
     "warm_host_share": [0.7, 0.9], "eager_new_us": 40.0, "padding_share": [0.5, 1.0], "one_row_overlap": 0.3,
     "one_row_slowdown": 1.7, "many_rows_overlap": 0.7, "many_rows_slowdown": 1.5,
+    "outlasted_share": [[64, 0.5], [2048, 1.0]],
 }  # fmt: skip
 
 
@@ -193,6 +194,7 @@ def test_what_steps_tell_stands_beside_a_tables_other_numbers() -> None:
     assert {name: costs[name] for name in EFFECTS} == {
         "warm_host_share": [1.0, 1.0], "eager_new_us": 0.0, "padding_share": [1.0, 1.0], "one_row_overlap": None,
         "one_row_slowdown": None, "many_rows_overlap": None, "many_rows_slowdown": None,
+        "outlasted_share": None,
     }  # fmt: skip
     data = json.loads(dumps(PROFILE))
     data["costs"] |= EFFECTS
@@ -200,6 +202,7 @@ def test_what_steps_tell_stands_beside_a_tables_other_numbers() -> None:
     assert found.costs.effects == StepEffects(
         warm_host_share=(0.7, 0.9), eager_new_us=40.0, padding_share=(0.5, 1.0), one_row_overlap=0.3,
         one_row_slowdown=1.7, many_rows_overlap=0.7, many_rows_slowdown=1.5,
+        outlasted_share=((64, 0.5), (2048, 1.0)),
     )  # fmt: skip
     assert json.loads(dumps(found)) == data
     for name in EFFECTS:
@@ -220,6 +223,9 @@ def test_what_steps_tell_stands_beside_a_tables_other_numbers() -> None:
         ("one_row_slowdown", 0.9, "costs can't be used: one_row_slowdown is 0.9"),
         ("many_rows_overlap", -1, "costs can't be used: many_rows_overlap is -1"),
         ("many_rows_slowdown", 9, "costs can't be used: many_rows_slowdown is 9"),
+        ("outlasted_share", [[64, 1.5]], "costs can't be used: outlasted_share is ((64, 1.5),)"),
+        ("outlasted_share", [[64, 0.5], [2.5, 1]], "costs.outlasted_share[1][0] is 2.5; wanted a whole number"),
+        ("outlasted_share", [[64]], "costs.outlasted_share[0]"),
         ("decode_slowdown", 0.9, "costs can't be used: decode_slowdown is 0.9"),
         ("decode_slowdown", "2", "costs.decode_slowdown is '2'; wanted a finite number"),
     ],

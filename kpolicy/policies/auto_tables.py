@@ -286,6 +286,7 @@ class AutoTables:
         )
         decode_host, piece_prompt, eager_prompt = full_bases[_DECODES], piece_bases[_PREFILLS], eager_bases[_PREFILLS]
         step_us, overlaps = costs.step_us, [costs.overlap_of(count) for count in range(MANY_DECODES + 1)]
+        outlasted_at = None if costs.effects.outlasted_share is None else costs.effects.outlasted_at
         # Of steps with both kinds of rows, which the index says.
         full_more, piece_more = ((0.0, 0.0, 0.0, both) for both in costs.both_us)
         uniform, varlen, mixed_column, pieces = group.uniform, group.varlen, group.mixed, group.pieces
@@ -353,7 +354,9 @@ class AutoTables:
                 overlap = overlaps[num_decodes if num_decodes < most_told else most_told]
                 if not (usual and overlap[0] <= 1.0):
                     return None
-                cost, outlasted, _ = overlap
+                if outlasted_at is not None:
+                    overlap = overlap.outlasting(outlasted_at(prefill_tokens))
+                cost, outlasted, *_ = overlap
                 # Beside takes no longer than in turn: where it isn't clearly the shortest no form of one step is.
                 clear_us = CLEARLY * least
                 d_device, d_host = decode[1] + decode_us, decode_host + full_req * num_decodes + decode[5]

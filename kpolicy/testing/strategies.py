@@ -86,6 +86,7 @@ _COSTS = st.builds(
         one_row_slowdown=st.sampled_from([None, 1.2, 2.9]),
         many_rows_overlap=st.sampled_from([None, None, 0.2, 0.9, 1.3]),
         many_rows_slowdown=st.sampled_from([None, 1.1, 2.2]),
+        outlasted_share=st.sampled_from([None, None, ((4, 0.0), (64, 0.6), (512, 1.0)), ((20, 0.4),)]),
     ),
     mixed=st.none() | _CURVE,
     both_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0)]),

@@ -233,16 +233,43 @@ def test_sizes_are_taken_together_up_to_the_next_power_of_two() -> None:
 
     def order() -> list[list[int]]:
         timed = bench.Bench(host, model)
-        far, usual, finer, later = bench.Wave
+        far, usual, finer, later, thorough = bench.Wave
         for size, wave in ((32, far), (16, finer), (24, later), (24, usual), (20, later)):
             timed.add([Launch(Rows.ALL, GraphKey(Part.PIECEWISE, size))], timed.rows(0, 0, size), wave=wave)
             timed.add([Launch(Rows.ALL, None)], timed.rows(0, 0, size), wave=wave)
+        timed.add([Launch(Rows.ALL, None)], timed.rows(0, 0, 8), wave=thorough)
         return timed._smallest_first()
 
     # One that is to be timed later and sooner is one case, and comes sooner.
     assert order() == [[2, 3, 4, 5], [0, 1], [6, 7]]
     host.host_runs = False
     assert order() == [[0, 1, 6, 7, 2, 3, 8, 9, 4, 5]]
+
+
+def test_a_short_allowance_is_for_more_samples_of_what_decisions_rest_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is thorough comes after three rounds of the rest, and has samples in each from there on."""
+    model: Any = SimpleNamespace(vocab=100, pad_slot=32_768, num_blocks=2048, block_size=16, max_model_len=4096)
+    host = Host(lambda _now: 1.0)
+    host.host_runs = False
+    timed = bench.Bench(host, model)
+    ran: list[int] = []
+
+    def run(case: int, *_: Any) -> None:
+        ran.append(case)
+        timed._times[case].append(bench._Times(1.0, 1.0, 1.0))
+
+    monkeypatch.setattr(timed, "_first", run)
+    monkeypatch.setattr(timed, "_sample", run)
+    usual, thorough = (
+        timed.add([Launch(Rows.ALL, None)], timed.rows(0, 0, size), wave=wave)
+        for size, wave in ((64, bench.Wave.LATER), (8, bench.Wave.THOROUGH))
+    )
+    assert timed.measure(60.0)
+    assert ran[: bench.THOROUGH_ROUNDS] == [usual] * bench.THOROUGH_ROUNDS
+    assert ran[bench.THOROUGH_ROUNDS] == thorough
+    assert ran.count(usual) == bench.MOST_ROUNDS
+    # Its first run and each round's from there on.
+    assert ran.count(thorough) == 1 + bench.MOST_ROUNDS - bench.THOROUGH_ROUNDS
 
 
 def test_what_is_measured_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from kpolicy.attention.support import Claims
 from kpolicy.costs import MANY_DECODES, CostTable, Curve, HostCost
 from kpolicy.executors.calibrate import Calibration
-from kpolicy.executors.calibrate.bench import _Times
+from kpolicy.executors.calibrate.bench import Wave, _Times
 from kpolicy.executors.calibrate.table import NOISE, _not_above, _steady
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder
@@ -60,6 +60,8 @@ def by_recorded_samples(recorded: list[dict[str, Any]]) -> tuple[CostTable, list
     for each in recorded:
         steps.setdefault(step(each), []).append(each)
     for case, each in enumerate(calibration.samples()):
+        if bench._waves[case] is Wave.THOROUGH:
+            continue
         if step(each) not in steps:
             # Of halves beside each other, and of graphs with more rows than a step has, others were timed then.
             (_, graph, *_), *beside = each["launches"]

@@ -48,6 +48,7 @@ TRUE = CostTable(
     effects=StepEffects(
         warm_host_share=(0.75, 0.9), eager_new_us=700.0, padding_share=(0.25, 1.0), one_row_overlap=0.15,
         one_row_slowdown=1.9, many_rows_overlap=0.5, many_rows_slowdown=1.4,
+        outlasted_share=((64, 0.4), (128, 0.7), (448, 1.0)),
     ),
 )  # fmt: skip
 WORK_US = 33.0
@@ -181,6 +182,10 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.decode_slowdown == pytest.approx(TRUE.decode_slowdown)
     for name in ("one_row_overlap", "one_row_slowdown", "many_rows_overlap", "many_rows_slowdown"):
         assert getattr(found.effects, name) == pytest.approx(getattr(TRUE.effects, name)), name
+    # The graph of 64 holds the longest's 32nd, and that of 128 its quarter.
+    told = found.effects.outlasted_share
+    assert told is not None
+    assert [each for point in told for each in point] == pytest.approx([64, 0.4, 128, 0.7, 448, 1.0])
     assert found.both_us == pytest.approx(TRUE.both_us, abs=1e-6)
     assert found.effects.warm_host_share == pytest.approx(TRUE.effects.warm_host_share)
     assert found.effects.eager_new_us == pytest.approx(TRUE.effects.eager_new_us)

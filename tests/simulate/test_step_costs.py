@@ -136,6 +136,24 @@ def test_many_decode_rows_and_slowdowns_have_their_own_too() -> None:
         assert costs.cost(launches, numbers).device_us == pytest.approx(Overlap.of(0.7, 1.7).device_us(*halves))
 
 
+def test_decode_steps_that_outlast_a_short_prompt_pay_less() -> None:
+    """By hand: half-way between 64 and 1,024 tokens at the logarithm, beyond as there; a longer prompt's time stays."""
+    table = attrs.evolve(told(outlasted_share=((64, 0.25), (1024, 0.75))), decode_slowdown=1.8)
+    assert [table.effects.outlasted_at(n) for n in (1, 64, 256, 1024, 5000)] == [0.25, 0.25, 0.5, 0.75, 0.75]
+    long = table.overlap_of(8)
+    assert table.overlap_of(8, 256) == long._replace(outlasted=0.5 * long.outlasted, share=0.5)
+    numbers = BatchShape(decodes=[(1, 8)], prefills=[(64, 0)], decode_kv_tokens=80, max_kv_len=64).numbers
+    for steps in (1, 9):
+        launches = Launch(Rows.DECODE, FULL[0].key, repeat=steps), Launch(Rows.PREFILL, PIECES[0].key, 1)
+        decode, prompt = (table.launch_us(launch, numbers)[0] for launch in launches)
+        expected = max(prompt + long.cost * steps * decode, steps * decode + 0.25 * long.outlasted * prompt)
+        for costs in (table, StepCosts(table)):
+            assert costs.cost(launches, numbers).device_us == pytest.approx(expected)
+    # Where both together take longer than in turn, two speeds don't tell, and it says nothing.
+    assert attrs.evolve(table, overlap_cost=1.5).overlap_of(8, 64) == Overlap.of(1.5, 1.8)
+    assert told().effects.outlasted_at(5) == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "to"),
     [
@@ -152,6 +170,12 @@ def test_many_decode_rows_and_slowdowns_have_their_own_too() -> None:
         ("many_rows_overlap", 2.5),
         ("one_row_slowdown", 0.5),
         ("many_rows_slowdown", float("inf")),
+        ("outlasted_share", ()),
+        ("outlasted_share", ((0, 0.5),)),
+        ("outlasted_share", ((64, 0.5), (64, 0.6))),
+        ("outlasted_share", ((64, 0.5), (8, 0.6))),
+        ("outlasted_share", ((64, -0.1),)),
+        ("outlasted_share", ((64, float("nan")),)),
     ],
 )
 def test_effects_that_cant_be(name: str, to: Any) -> None:

@@ -27,6 +27,7 @@ SHORT_KV, LONG_KV = 64, 1024
 """Tokens that decode rows attend to, for the two ends of the slope."""
 TURNS = 5
 MOST_ROUNDS = 15
+THOROUGH_ROUNDS = 3
 _OFTEN = 3
 """Samples a round, at most, of steps that take the host itself little beside others"""
 _NEW = 6
@@ -45,7 +46,7 @@ _AHEAD = 1.5
 class Wave(IntEnum):
     """When a case is first run: a short allowance may end after any of them.
 
-    Where the host runs what it launches, all but the last are one wave.
+    Where the host runs what it launches, all before `LATER` are one wave.
     """
 
     FAR_APART = 0
@@ -55,6 +56,8 @@ class Wave(IntEnum):
     """Sizes between those"""
     LATER = 3
     """Sizes between powers of two, and what decisions don't rest on"""
+    THOROUGH = 4
+    """What decisions hardly rest on: after `THOROUGH_ROUNDS` rounds of all else, which a short allowance hasn't"""
 
 
 class Measurable(Protocol):
@@ -283,6 +286,7 @@ class Bench:
         """Run the cases one by one; whether the next one is expected to fit."""
         ran: list[int] = []
         paces: dict[tuple[Mode, bool], _Pace] = {}
+        thorough = [case for case, wave in self._waves.items() if wave is Wave.THOROUGH]
         for alike in self._smallest_first():
             left = [i for i in alike if not self._times[i]]
             ran += [i for i in alike if self._times[i]]
@@ -305,6 +309,12 @@ class Bench:
                     yield True
         for done in range(1, MOST_ROUNDS):
             self.rounds = done
+            if done == THOROUGH_ROUNDS:
+                for i in thorough:
+                    if not self._times[i]:
+                        self._first(i)
+                        yield True
+                ran += thorough
             # In another order each round: what ran before leaves the host's caches cold or warm, as in serving.
             rounds = ran + self._more_of(ran)
             for i in random.Random(done).sample(rounds, len(rounds)):  # noqa: S311
@@ -343,6 +353,8 @@ class Bench:
         of_size: dict[tuple[Wave, int], list[int]] = {}
         for i, (_, inputs) in enumerate(self._cases):
             wave = self._waves[i]
+            if wave is Wave.THOROUGH:
+                continue
             of_size.setdefault((max(wave, Wave.FINER) if self.host_runs else wave, len(inputs.token_ids)), []).append(i)
         if not self.host_runs:
             return [[i for size in sorted(of_size) for i in of_size[size]]]

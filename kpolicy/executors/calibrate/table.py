@@ -46,7 +46,7 @@ from kpolicy.host_speed import INSIDE
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows, SplitForm
-from kpolicy.overlap import MOST_SLOWDOWN
+from kpolicy.overlap import MOST_SLOWDOWN, Overlap
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
 from kpolicy.step_effects import StepEffects
@@ -62,7 +62,9 @@ _LEAST_SIZES = 2
 _OFTEN = 3
 """Samples a round of steps beside each other where the host runs them: two cores serve those, of all the others one"""
 _SEVERAL = 4
-"""Decode steps beside a prompt that doesn't last as long, where the host runs what it launches"""
+"""Decode steps beside a prompt that doesn't last as long"""
+_SHORTER = (32, 4)
+"""Parts of the longest prompt's tokens that prompts which are over first have"""
 _WAYS = 2
 """Steps that tell what beside each other costs"""
 _OVER_FIRST = 0.97
@@ -438,9 +440,10 @@ class _Overlap:
 
     By one and by two decode steps beside the longest prompt, so that the decode steps are over first: by how much the
     prompt is later tells the one, when they are over the other (`kpolicy.overlap.Overlap`). Beside shorter prompts
-    decode steps slow down less: steps of Qwen2.5-0.5B with prompts below 1,000 tokens are off by 6% in the mean so, and
-    by 4% by one speed for both halves, longer ones by 1% and 3% (docs/measured_gpu.md). Several decode steps last
-    longer than a short prompt and break the bound on time to first token, so the long ones decide.
+    decode steps slow down less: by long ones' speeds steps of Qwen2.5-0.5B with prompts of up to 1,280 tokens were
+    expected 8% too slow, with longer ones 1% (docs/measured_fidelity.md). So several decode steps beside prompts of a
+    quarter and a 32nd of the longest's tokens, which are over first, tell what is left of that there
+    (`StepEffects.outlasted_share`).
 
     Where the host runs what it launches it is the share of the shorter half's time that both take beyond the longer
     one, of a decode step beside a long prompt and several beside a shorter one together. Of both, as of one decode
@@ -460,6 +463,9 @@ class _Overlap:
         self._few: list[tuple[int, int, int, int]] = []
         self._one: list[tuple[int, int, int, int]] = []
         self._many: list[tuple[int, int, int, int]] = []
+        self._shorter: list[tuple[int, tuple[int, int, int, int]]] = []
+        """By a prompt's tokens"""
+        self._longest = 0
         halves = [(a, b) for a in decode for b in pieces if a.num_tokens + b.num_tokens <= settings.max_num_tokens]
         if not halves:
             return
@@ -488,6 +494,20 @@ class _Overlap:
                 launches = [Launch(Rows.DECODE, graph, repeat=steps), Launch(Rows.PREFILL, key, 1)]
                 both = bench.rows(rows, kv, key.num_tokens, steps=steps)
                 cases.append((bench.add(launches, both, form, often=often, wave=wave), decodes, prompts[key], steps))
+        if not bench.host_runs:
+            self._longest = largest.num_tokens
+            self._time_shorter(first, pieces, self._few[0][1])
+
+    def _time_shorter(self, graph: GraphKey, pieces: Sequence[GraphKey], decodes: int) -> None:
+        """Several decode steps beside prompts which are over first; `decodes` is the case of one alone."""
+        bench, rows = self._bench, graph.num_tokens
+        shorter = [holding(pieces, max(self._longest // part, 1)) for part in _SHORTER]
+        for key in dict.fromkeys(key for key in shorter if key is not None and key.num_tokens < self._longest):
+            prompt = bench.add([Launch(Rows.ALL, key)], bench.rows(0, 0, key.num_tokens), wave=Wave.THOROUGH)
+            launches = [Launch(Rows.DECODE, graph, repeat=_SEVERAL), Launch(Rows.PREFILL, key, 1)]
+            both = bench.rows(rows, bench.short_kv, key.num_tokens, steps=_SEVERAL)
+            case = bench.add(launches, both, SplitForm.DECODES_BESIDE, wave=Wave.THOROUGH)
+            self._shorter.append((key.num_tokens, (case, decodes, prompt, _SEVERAL)))
 
     def told(self) -> tuple[float, float | None]:
         """`overlap_cost` and `decode_slowdown` with a few decode rows; 1 and None where nothing was timed."""
@@ -499,13 +519,31 @@ class _Overlap:
         share = _believable(more / shorter)
         return max(share, 1.0) if self._saves_by_chance() else share, None
 
-    def effects(self) -> dict[str, float | None]:
-        """The same with one decode row and with many, as `StepEffects` has it; None where not both steps were timed."""
-        found: dict[str, float | None] = {}
+    def effects(self) -> dict[str, Any]:
+        """The same with one decode row and with many, as `StepEffects` has it; None where not both steps were timed.
+
+        And what is left of it beside shorter prompts.
+        """
+        found: dict[str, Any] = {"outlasted_share": self._outlasted()}
         for name, cases in (("one_row", self._one), ("many_rows", self._many)):
             told = self._speeds(cases) if len(self._timed(cases)) == _WAYS else (None, None)
             found |= zip((f"{name}_overlap", f"{name}_slowdown"), told, strict=True)
         return found
+
+    def _outlasted(self) -> tuple[tuple[int, float], ...] | None:
+        """`StepEffects.outlasted_share`; None where nothing of it was timed."""
+        cost, slowdown = self.told()
+        beside_long = Overlap.of(cost, slowdown).outlasted
+        if slowdown is None or cost > 1.0 or not beside_long:
+            return None
+        us, over, found = self._bench.us, self._bench.decodes_us, []
+        for tokens, case in self._shorter:
+            both, decodes, prompt, steps = case
+            # Only where the decode steps are over last.
+            if self._timed([case]) and over(both) >= _OVER_FIRST * us(both):
+                paid = (us(both) - steps * us(decodes)) / us(prompt)
+                found.append((tokens, min(max(paid / beside_long, 0.0), 1.0)))
+        return (*sorted(found), (self._longest, 1.0)) if found else None
 
     def _saves_by_chance(self) -> bool:
         """Whether the halves in turn take longer by no more than samples differ by."""
