@@ -350,14 +350,14 @@ def test_what_the_small_qwens_latest_run_is_short_of() -> None:
 
 
 def test_steps_that_were_compared_with_eager() -> None:
-    """On a CPU all families', on a GPU four models'; of one fewer than wanted."""
+    """On a CPU all families', on a GPU four models'; one of them has other kernels since it was held to float32."""
     steps = read("random_steps.json")
     assert f"{steps['total_steps']:,} random steps of {len(steps['steps'])} model families on a CPU" in WORDS
-    counts = {name: read(f"h200/correct-{name}.json")["total"]["steps"] for name in ("qwen05b", "llama1b", "llama8b")}
-    assert len(set(counts.values())) == 1
-    assert f"{counts['qwen05b']:,} each of three models on an H200: no bit differs" in WORDS
-    few = read("h200/correct-dsv2lite.json")["total"]["steps"]
-    assert f"{few:,} steps of DeepSeek-V2-Lite, of the 10,000 wanted" in WORDS
+    models = ("qwen05b", "llama1b", "llama8b", "dsv2lite")
+    [count] = {read(f"h200/correct-{name}.json")["total"]["steps"] for name in models}
+    assert f"{count:,} each of four models on an H200: no bit differs" in WORDS
+    assert read("h200/correct-dsv2lite.json")["reference"] is None
+    assert "float32 with the kernels that DeepSeek-V2-Lite has today" in WORDS
 
 
 @pytest.mark.parametrize("kind", ["command", "policy", "executor"])
