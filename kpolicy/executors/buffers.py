@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 from kpolicy.executors.base import StepInputs
 from kpolicy.executors.device import DeviceAdapter, Span
@@ -48,7 +49,8 @@ class StepBuffers:
 
     def __init__(self, adapter: DeviceAdapter, model: StepModel, num_tokens: int, num_reqs: int) -> None:
         self._adapter = adapter
-        self._stagers: list[tuple[Any, list[Tensor]]] = []
+        self._stagers: list[tuple[ReferenceType[Any], list[Tensor]]] = []
+        """Those that graphs still have: what is captured anew has another"""
         # Optional for an adapter: a launch's buffers in one call.
         self._stage_all: Callable[[Sequence[Any]], None] | None = getattr(adapter, "stage_all", None)
         self._pad_slot = model.pad_slot
@@ -183,7 +185,7 @@ class StepBuffers:
         stager = prepare(buffers, shape, self._pad_slot)
         if stager is None:
             return None
-        self._stagers.append((stager, buffers))
+        self._stagers = [each for each in self._stagers if each[0]() is not None] + [(ref(stager), buffers)]
         stage: Callable[[StepInputs, Span], bool] = stager.stage
         return stage
 
@@ -191,10 +193,11 @@ class StepBuffers:
         """Set it; who stages decodes of one shape hears that a buffer was swapped, or is back."""
         object.__setattr__(self, name, value)
         if name in _OF_DECODES:
-            for stager, buffers in self._stagers:
-                stager.swapped = any(
-                    getattr(self, each) is not buffer for each, buffer in zip(_OF_DECODES, buffers, strict=True)
-                )
+            for known, buffers in self._stagers:
+                if (stager := known()) is not None:
+                    stager.swapped = any(
+                        getattr(self, each) is not buffer for each, buffer in zip(_OF_DECODES, buffers, strict=True)
+                    )
 
     def _extra_jobs(self, rows: StepInputs, num_tokens: int) -> list[Any]:
         check_extra(rows, self.extra)

@@ -149,6 +149,22 @@ def test_an_input_that_was_swapped_costs_the_graph_not_the_step(
     assert engine.stats.replay_failures >= 1
 
 
+def test_graphs_that_are_gone_are_not_told_of_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is captured anew in the same buffers again and again leaves nothing behind."""
+    monkeypatch.setattr(torch.cuda, "Event", Point)
+    engine, model = opened()
+    (key,) = engine.step(decode_inputs(3, model.num_blocks)).decision.keys
+    buffers = engine.registry.record(key).handle.buffers
+    shape = engine.registry.record(key).handle.shape
+    known = len(buffers._stagers)
+    assert known > 0
+    for _ in range(5):
+        kept = buffers.decode_stager(shape)
+    assert kept is not None
+    assert len([each for each, _ in buffers._stagers if each() is not None]) == known + 1
+    assert len(buffers._stagers) <= known + 2
+
+
 @pytest.mark.parametrize("what", ["temperature", "seed"])
 def test_a_sampling_input_that_was_swapped_costs_the_graph_not_the_step(
     what: str, monkeypatch: pytest.MonkeyPatch

@@ -270,7 +270,8 @@ class DecodeStager:
     """
 
     __slots__ = (
-        "_current", "_group", "_high", "_num_reqs", "_num_tokens", "_pad_slot", "_query_len", "_turns", "swapped",
+        "__weakref__", "_current", "_group", "_high", "_num_reqs", "_num_tokens", "_pad_slot", "_query_len", "_turns",
+        "swapped",
     )  # fmt: skip
 
     def __init__(
