@@ -88,7 +88,8 @@ def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float
     repeated = [
         sys.executable, "-m", "benchmarks.gpu.again", "--device", options.device, "--config", config,
         "--profile", str(profile), "--run", str(run), *served, *(w for log in first for w in ("--log", str(log))),
-        *(w for mode in options.mode for w in ("--mode", mode)), "--most", str(options.most),
+        *(w for mode in options.mode for w in ("--mode", mode)), *(["--turns"] if options.turns else []),
+        "--most", str(options.most),
         "--seconds", f"{options.again - AROUND_S:g}", "--out", f"{PART}{again}",
     ]  # fmt: skip
     # One behind the run, where there are several, and the others behind what runs again.
@@ -172,6 +173,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", type=float, default=95.0, help="seconds for steps that run again; 0 for none (95)")
     parser.add_argument("--mode", action="append", help="every step of this mode runs again (eager)")
     parser.add_argument("--most", type=int, default=400, help="steps of a policy and mode that run again (400)")
+    parser.add_argument(
+        "--turns", action="store_true",
+        help="of steps that run again every other pass is on the slowest of all cores, so that the host bounds those "
+        "that it bounded in the run; each then runs twice as often, and --again should be twice as long",
+    )  # fmt: skip
     parser.add_argument("--quiet", type=int, default=4, help="quick cores for each; 0 takes those that there are (4)")
     parser.add_argument("--limit", type=float, default=580.0, help="seconds for all (580)")
     parser.add_argument("--out", type=made_folder, required=True, help="a folder for all that is made")
@@ -213,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             sys.stderr.write(f"{what}: {told}; call it again to go on\n")
             return 1
-        code = ran(command, options.out, written, min(most, left), quiet=options.quiet if what != MIDDLE else 0)
+        # With turns it chooses its cores itself.
+        alone = what == MIDDLE or (what == AGAIN and options.turns)
+        code = ran(command, options.out, written, min(most, left), quiet=0 if alone else options.quiet)
         print(f"[{time.monotonic() - zero:4.0f} s] {what}: {'done' if code == 0 else f'ended with {code}'}", flush=True)
         if code:
             log = options.out / f"{written.stem}.log"

@@ -207,10 +207,12 @@ def test_another_model_in_the_folder_is_refused(
 def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option that they give is one that the real commands take; what a test of each command tries, isn't here."""
     seen: list[list[str]] = []
+    cores: list[int] = []
 
     def ran(command: list[str], out: Path, written: Path, seconds: float, *, quiet: int) -> int:
-        del out, written, seconds, quiet
+        del out, written, seconds
         seen.append(command)
+        cores.append(quiet)
         return 0
 
     monkeypatch.setattr(fidelity_run, "ran", ran)
@@ -230,3 +232,10 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
         f"benchmarks.gpu.again --device cuda --config config.json --profile P.json --run R.json {served} --log "
         "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --most 400 --seconds 80 --out part-A.jsonl"
     )
+    seen.clear()
+    cores.clear()
+    assert fidelity_run.main([*words, "--turns", "--quiet", "3", "--limit", "580"]) == 0
+    [again] = [command for command in seen if "benchmarks.gpu.again" in command]
+    assert again[again.index("--turns") + 1 :][:2] == ["--most", "400"]
+    # It chooses among all cores, and a middle is no measurement.
+    assert cores == [3, 3, 3, 0, 3, 3, 0, 3, 0]
