@@ -16,19 +16,25 @@ from kpolicy.schemas import Profile, read_profile
 DOCS = Path(__file__).parents[2] / "docs"
 DOC = (DOCS / "measured_fidelity.md").read_text(encoding="utf-8").splitlines()
 SHORT = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
+README = " ".join((DOCS / "../README.md").read_text(encoding="utf-8").split())
 LAST = (
-    "rate-2-eleventh", "rate-2-twelfth", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh", "dsv2lite-eighth",
-    "dsv2lite-ninth", "dsv2lite-tenth", "dsv2lite-eleventh", "dsv2lite-twelfth", "dsv2lite-thirteenth",
-    "dsv2lite-fourteenth", "dsv2lite-fifteenth", "dsv2lite-sixteenth", "h100-dsv2lite", "small24-ninth",
+    "rate-2-eleventh", "rate-2-twelfth", "rate-2-thirteenth", "dsv2lite-fifth", "dsv2lite-sixth", "dsv2lite-seventh",
+    "dsv2lite-eighth", "dsv2lite-ninth", "dsv2lite-tenth", "dsv2lite-eleventh", "dsv2lite-twelfth",
+    "dsv2lite-thirteenth", "dsv2lite-fourteenth", "dsv2lite-fifteenth", "dsv2lite-sixteenth", "dsv2lite-seventeenth",
+    "h100-dsv2lite", "small24-ninth",
 )  # fmt: skip
-"""The runs by the middle of three calibrations, with a table each"""
+"""The runs by the middle of three calibrations or more, with a table each"""
+AROUND = {"rate-2-thirteenth": 5, "dsv2lite-seventeenth": 4}
+"""Those held to calibrations before the run, three, and behind it, and how many these are"""
+ALONE = "-before"
+"""What their names end in by the three before alone"""
 ELSEWHERE = {"h100-dsv2lite": "DeepSeek-V2-Lite, H100"}
 """Those on another GPU than an H200, and what their rows begin with"""
 AGAIN = "-costed-again"
 """What names end in of the runs before 16:18, by the rule that came then"""
 BY_THE_MEAN = (
-    "rate-2-twelfth", "dsv2lite-twelfth", "dsv2lite-thirteenth", "dsv2lite-fourteenth", "dsv2lite-fifteenth",
-    "dsv2lite-sixteenth", "h100-dsv2lite",
+    "rate-2-twelfth", "rate-2-thirteenth", "dsv2lite-twelfth", "dsv2lite-thirteenth", "dsv2lite-fourteenth",
+    "dsv2lite-fifteenth", "dsv2lite-sixteenth", "dsv2lite-seventeenth", "h100-dsv2lite",
 )  # fmt: skip
 """The runs after it"""
 CHANGED = {
@@ -47,6 +53,7 @@ LATEST = {name.split("-")[0]: name for name in LAST}
 """By model and GPU, the last one named"""
 FIGURES = {"ttft_p50_ms": "TTFT p50", "gap_p50_ms": "gap p50", "busy_ms": "all steps", "span_ms": "span"}
 """What policies are ranked by beside the time a token, in the page's words"""
+COUNTS = {1: "one", 4: "four", 5: "five", 6: "six", 13: "thirteen", 18: "eighteen"}
 VERDICTS = ("yes", "to the letter", "not shown", "no")
 TAKEN = {"rate-2-ninth": 2, "rate-2-tenth": 3, "small24-sixth": 1, "small24-seventh": 2, "small24-eighth": 3}
 """Which of three calibrations a run took"""
@@ -66,6 +73,7 @@ EARLIER = {
     "small24-sixth": "sixth",
 }  # fmt: skip
 """The runs before, and what their rows begin with"""
+SPLIT = "split:form=decodes_beside"
 MOST, MOST_LATENCY = 0.05, 0.1
 """What is written in bold beyond it"""
 NOISY, AGAIN_SHARE, AGAIN_TIMES = 0.03, 0.8, 3
@@ -221,9 +229,10 @@ def in_short(name: str) -> str:
     """A run's row in the table of all: cells by verdict, errors of latencies, ranking."""
     counts = [str(verdicts(name).count(verdict) or "") for verdict in VERDICTS]
     run, again, _ = name.partition(AGAIN)
+    run, before, _ = run.partition(ALONE)
     return line_of(
         [
-            f"{label(run)}, again" if again else label(name),
+            label(run) + (", again" if again else ", before" if before else ""),
             *counts,
             most(name, "ttft_p50_ms"),
             most(name, "gap_p50_ms"),
@@ -255,8 +264,7 @@ def test_the_short_page_tells_what_todays_rule_makes_of_the_runs_before_it() -> 
     old, new = errors["rate-2-eleventh", "eager", "host-bound"]
     singly = [rows_of(name)["eager", "host-bound"]["error"] for name in ("rate-2-eleventh", "rate-2-eleventh" + AGAIN)]
     assert f"repeats is {new} off for {old} ({singly[1]:.1%} singly for {singly[0]:.1%})" in section
-    readme = " ".join((DOCS / "../README.md").read_text(encoding="utf-8").split())
-    assert f"By today's rule, which came after, EAGER is {new} off" in readme
+    assert f"By today's rule, which came after, EAGER is {new} off" in README
     key = "piecewise", "host-bound"
     before, row = rows_of("rate-2-eleventh")[key], rows_of("rate-2-eleventh" + AGAIN)[key]
     [cell] = [each for each in read("rate-2-eleventh" + AGAIN)["cells_again"] if key_of(each) == key]
@@ -281,12 +289,22 @@ def test_a_rule_of_later_is_not_said_to_be_of_before() -> None:
     """Clauses of 02:50 to 04:41 are before the first of the runs, and the others after it."""
     made = [read(name)["measured_at"] for name in LAST]
     assert min(made) > "2026-11-23T04:41"
-    assert (min(made)[:10], max(made)[:10]) == ("2026-11-23", "2026-11-28")
-    told = f"before all runs above ({min(made)[11:16]} to {max(made)[11:16]} five days later)"
+    assert (min(made)[:10], max(made)[:10]) == ("2026-11-23", "2026-11-29")
+    told = f"before all runs above ({min(made)[11:16]} to {max(made)[11:16]} six days later)"
     assert told in " ".join(" ".join(SHORT).split())
     assert told.replace("all runs above", "all runs of the next section") in " ".join(" ".join(DOC).split())
     by_mean = [name for name in LAST if read(name)["measured_at"] > "2026-11-23T16:18"]
     assert by_mean == [*BY_THE_MEAN]
+    around = [name for name in LAST if path_of(name, ALONE).exists()]
+    assert around == [*AROUND]
+    firsts = [read_profile(path_of(name, "-profile-1")).measured_at for name in around]
+    assert "2026-11-29T00:11" < min(firsts)[:16] == "2026-11-29T00:16"
+    page = " ".join(" ".join(DOC).split())
+    assert "on 2026-11-29 at 00:11 UTC (c627e2b; " in page
+    assert "(the first calibration of the first was over at 00:16)" in page
+    assert f"{COUNTS[len(LAST)].capitalize()} runs, all but one on an H200" in page
+    lite = [name for name in LAST if name.startswith("dsv2lite")]
+    assert f"Of DeepSeek-V2-Lite's {COUNTS[len(lite)]} on an H200" in page
 
 
 def verdicts(name: str) -> list[str]:
@@ -297,17 +315,24 @@ def verdicts(name: str) -> list[str]:
 def test_what_the_short_page_says_first_is_so() -> None:
     """How many runs hold, how far off latencies are, and which pairs are ranked wrongly."""
     page = " ".join(" ".join(SHORT).split())
-    others = [name for name in LAST if not name.startswith("dsv2lite") and name not in ("rate-2-twelfth", *ELSEWHERE)]
+    failed = ("rate-2-twelfth", "rate-2-thirteenth", *ELSEWHERE)
+    others = [name for name in LAST if not name.startswith("dsv2lite") and name not in failed]
+    assert all("no" in verdicts(name) for name in failed)
     assert {verdict for name in others for verdict in verdicts(name)} == {"yes", "to the letter"}
     assert max(latencies_off(*others)) <= MOST
     assert {ranked(name) for name in others} == {"as measured", "one policy"}
     runs = [name for name in LAST if name.startswith("dsv2lite")]
     holding = [name for name in runs if set(verdicts(name)) == {"yes"}]
-    assert [ranked(name).split(";")[0] for name in runs].count("as measured") == 4
-    counts = {1: "one", 12: "twelve"}
-    told = f"Of {counts[len(runs)]} runs {counts[len(holding)]} holds in every cell, and four others rank every pair"
-    assert told in page
-    assert f"medians of latencies are within 10% in all {counts[len(runs)]}" in page
+    right = [name for name in runs if ranked(name).startswith("as measured")]
+    assert not {*right} & {*holding}
+    told = (
+        f"Of {COUNTS[len(runs)]} runs {COUNTS[len(holding)]} holds in every cell, and {COUNTS[len(right)]} others rank "
+    )
+    assert told + "every pair as measured that is shown" in page
+    assert f"medians of latencies are within 10% in all {COUNTS[len(runs)]}" in page
+    after = [name for name in runs if name in BY_THE_MEAN]
+    assert [name for name in after if "no" not in verdicts(name) and name in right] == ["dsv2lite-seventeenth"]
+    assert f"Of the {COUNTS[len(after)]} runs after that rule only the seventeenth does both" in page
     assert max(latencies_off(*runs)) <= MOST_LATENCY
     apart = [apart for name in LAST for apart in wrongly_ranked(read(name))]
     assert f"always of near policies**, {min(apart) * 100:.1f} to {max(apart):.1%} apart in the figure" in page
@@ -334,69 +359,125 @@ def test_what_the_short_page_says_first_is_so() -> None:
 
 
 def test_the_short_page_tells_the_latest() -> None:
-    """Which of DeepSeek-V2-Lite's last run's cells are over the line, and how near the others; the thirteenth's."""
+    """That no cell of DeepSeek-V2-Lite's last run is over the line, and what its second turn shows."""
     page = " ".join(" ".join(SHORT).split())
     name = LATEST["dsv2lite"]
-    last, rows = read(name), rows_of(name)
-    judgements = {key: judged(each, last) for key, each in rows.items()}
-    bound, pieces = ("eager", "host-bound"), ("piecewise", "host-bound")
-    assert {key: verdict for key, (verdict, _) in judgements.items() if verdict != "yes"} == {
-        bound: "no", ("eager", "middle"): "not shown", pieces: "no",
-    }  # fmt: skip
-    assert ranked_as_measured(last)
-    assert ranked(name) == "as measured"
-    told = f"ranks every pair as measured, with medians within {max(latencies_off(name)):.1%}, and is over the line in"
-    assert f"{told} the two cells that the host bounds" in page
-    later = {key_of(each): each for each in last["later_turns"]}[bound]
-    told = f"EAGER is {rows[bound]['error']:.1%} off there singly ({later['error']:.1%} in the second turn)"
-    assert f"{told}, of which too few ran again" in page
-    assert f"{rows[pieces]['steps']} PIECEWISE steps {judgements[pieces][1]:.1%} by the middle of their" in page
-    within = max(error for verdict, error in judgements.values() if verdict == "yes")
-    split, few = rows["split", "saturated"], rows["eager", "middle"]
-    told = f"Other cells are within {within:.1%}, decode steps beside prompts within {split['error']:.1%}"
-    assert f"{told}; {few['steps']} EAGER steps in the middle aren't shown" in page
-    bias = (rows[bound]["bias"] + later["bias"]) / 2
-    assert f"the mean of both turns' bias is {bias:+.1%}. 43 of the {rows[bound]['steps']} steps" in page
-    assert f"Saturated FULL is {rows['full', 'saturated']['error']:.1%} off by rows of padding" in page
-    *_, mixed = eager_levels("dsv2lite-thirteenth")
-    assert f"lie {max(mixed) / min(mixed) - 1:.0%} apart" in page
-    assert ranked_as_measured(read("dsv2lite-thirteenth"))
+    rows, later = rows_of(name), later_of(name)
+    held = {key: judged(each, read(name))[0] for key, each in rows.items()}
+    assert {key: verdict for key, verdict in held.items() if verdict != "yes"} == {
+        ("piecewise", "host-bound"): "to the letter"
+    }
+    assert ranked(name) == "as measured; gap p50 of `piecewise` and `vllm` not shown"
+    told = (
+        "**Its latest, the seventeenth, is over the line in no cell**, one of them to the letter only, and ranks every "
+    )
+    assert f"{told}pair as measured that is shown, with medians within {max(latencies_off(name)):.1%}" in page
+    slow = later["piecewise", "middle"]["error"]
+    assert f"in the second PIECEWISE in the middle is {slow:.1%} off, in a slow stretch" in page
 
 
 def test_the_short_page_tells_the_latest_of_the_small_qwen() -> None:
-    """Which of its cells are over the line, and how near the others and its medians are."""
+    """Which of its cells is over the line, and how near the others and its medians are."""
     page = " ".join(" ".join(SHORT).split())
     name = LATEST["rate"]
     last, rows = read(name), rows_of(name)
     judgements = {key: judged(each, last) for key, each in rows.items()}
-    over = [key for key, (verdict, _) in judgements.items() if verdict == "no"]
-    assert over == [("eager", "host-bound"), ("piecewise", "host-bound")]
-    row, pieces = (rows[key] for key in over)
+    assert {key: verdict for key, (verdict, _) in judgements.items() if verdict != "yes"} == {
+        ("piecewise", "host-bound"): "to the letter", ("split", "middle"): "no",
+    }  # fmt: skip
+    off = f"are simulated too slow, {judgements['split', 'middle'][1]:.1%} off"
+    assert rows["split", "middle"]["bias"] > 0
+    assert f"decode steps beside prompts of up to 1,280 tokens {off}" in page
+    within = max(error for verdict, error in judgements.values() if verdict != "no")
+    told = f"{max(latencies_off(name)):.1%}"
+    assert f"Other cells are within {within:.1%}, medians within {told}, no pair ranks wrongly" in page
+    assert ranked(name) == "as measured"
+    apart = [max(each) / min(each) - 1 for each in (eager_levels(run)[0] for run in AROUND)]
     told = (
-        f"EAGER steps are {judgements[over[0]][1]:.1%} off by the middle of their repeats ({row['error']:.1%} singly)"
+        f"calibrations of the 0.5B are {apart[0]:.0%} apart in what an EAGER prompt takes the host, DeepSeek-V2-Lite's"
+    )
+    assert f"{told} {apart[1]:.0%}" in page
+    slower = [speed / read(run)["host_work_us"] - 1 for run in AROUND for speed in host_speeds(run)]
+    told = (
+        f"fixed work took {min(slower) * 100:.0f} to {max(slower):.0%} longer in the mean of a turn than in the profile"
     )
     assert told in page
-    assert f"PIECEWISE ones {pieces['error']:.1%} singly, of which too few ran again" in page
-    within = max(error for verdict, error in judgements.values() if verdict == "yes")
-    assert f"Other cells are within {within:.1%}, medians within {max(latencies_off(name)):.1%}" in page
-    assert not last["ranked_wrong"]
-    assert not any(last["served"]["ranked_wrong"].values())
-    later = {key_of(each): each for each in last["later_turns"]}["eager", "host-bound"]
-    again = repeated(last, "eager", "host-bound")
-    assert again is not None
-    told = (
-        f"right for the first turn's EAGER steps together ({row['bias']:+.1%}) and {-later['bias']:.1%} too quick for"
-    )
-    assert f"{told} the second's and {-again['bias']:.1%} for the repeats" in page
+
+
+def test_the_short_page_tells_the_sixteenth_the_thirteenth_and_the_small_qwens_twelfth() -> None:
+    """What went wrong in them: stretches, bias and calibrations."""
+    page = " ".join(" ".join(SHORT).split())
+    rows, bound = rows_of("dsv2lite-sixteenth"), ("eager", "host-bound")
+    bias = (rows[bound]["bias"] + later_of("dsv2lite-sixteenth")[bound]["bias"]) / 2
+    assert f"43 of the {rows[bound]['steps']} EAGER steps, in a stretch of 5 s" in page
+    assert f"the mean of both turns' bias is {bias:+.1%}" in page
+    assert f"Saturated FULL is {rows['full', 'saturated']['error']:.1%} off by rows of padding" in page
+    *_, mixed = eager_levels("dsv2lite-thirteenth")
+    assert f"lie {max(mixed) / min(mixed) - 1:.0%} apart" in page
+    assert ranked_as_measured(read("dsv2lite-thirteenth"))
+    name = "rate-2-twelfth"
     alone, _ = eager_levels(name)
-    assert f"three calibrations are {max(alone) / min(alone) - 1:.0%} apart" in page
+    again = repeated(read(name), *bound)
+    assert again is not None
+    told = f"whose three calibrations are {max(alone) / min(alone) - 1:.0%} apart, is right for the first turn's EAGER "
+    told += f"steps together ({rows_of(name)[bound]['bias']:+.1%}) and {-later_of(name)[bound]['bias']:.1%} too quick"
+    assert f"{told} for the second's and {-again['bias']:.1%} for the repeats" in page
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_no_verdict_is_another_by_the_calibrations_before_alone(name: str) -> None:
+    """Nor a ranking; both pages give what is: a row, EAGER's repeats, host-bound cells and medians."""
+    alone = name + ALONE
+    last, before = read(name), read(alone)
+    rows, own = rows_of(name), rows_of(alone)
+    expected = [in_short(run + ALONE) for run in AROUND]
+    assert table_of(f"| {label('rate-2-thirteenth')}, before", SHORT) == (8, expected)
+    assert {key: judged(each, before)[0] for key, each in own.items()} == {
+        key: judged(each, last)[0] for key, each in rows.items()
+    }
+    assert ranked(alone) == ranked(name)
+    assert len(calibrated(name)) == AROUND[name]
+    assert middle(calibrated(name)[:3]).costs == read_profile(path_of(alone, "-profile")).costs
+    eager, pieces = ("eager", "host-bound"), ("piecewise", "host-bound")
+    errors = {key: judged(own[key], before)[1] for key in (eager, pieces)}
+    short = f"{errors[eager]:.1%} for {judged(rows[eager], last)[1]:.1%} ({MODELS[name.split('-')[0]]})"
+    assert short in " ".join(" ".join(SHORT).split())
+    told = f"(`{path_of(alone).name}`) no verdict is another: host-bound EAGER is {own[eager]['error']:.1%} off "
+    told += f"singly and {errors[eager]:.1%} repeated, host-bound PIECEWISE {own[pieces]['error'] * 100:.1f} and "
+    told += f"{errors[pieces]:.1%}"
+    ttft, gap = latencies_off(alone)
+    if ("split", "middle") in own:
+        told += f", SPLIT in the middle {own['split', 'middle']['error']:.1%}"
+    else:
+        told += f", all else within {max(own[key]['error'] for key in own if key not in (eager, pieces)):.1%}"
+    page = " ".join(" ".join(DOC).split())
+    assert f"{told}. TTFT p50 is within {ttft:.1%}, gaps within {gap:.1%}" in page
+    if name == LATEST["dsv2lite"]:
+        assert f"The second turn's EAGER is {later_of(alone)[eager]['error']:.1%} off" in page
+
+
+def later_of(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The cells of a run's second turns."""
+    return {(each["mode"].split("/")[0], each["regime"]): each for each in read(name)["later_turns"]}
+
+
+def host_speeds(name: str) -> list[float]:
+    """What fixed work took beside each turn, us in the mean."""
+    policies = read(name)["served"]["policies"].values()
+    return [turn["host_work_us"] for each in policies for turn in each["turns"]]
+
+
+def calibrated(name: str) -> list[Profile]:
+    """A run's calibrations, three and those behind it; of the tenth's the first was cut off."""
+    numbers = range(2 if name == "dsv2lite-tenth" else 1, 1 + AROUND.get(name, 3))
+    assert not path_of(name, f"-profile-{numbers.stop}").exists()
+    return [read_profile(path_of(name, f"-profile-{number}")) for number in numbers]
 
 
 def eager_levels(name: str) -> tuple[list[float], list[float]]:
     """The host's ms for EAGER prompts alone and beside decodes, by each calibration at the profile's speed."""
-    paths = [path_of(name, f"-profile{number}") for number in ("", "-1", "-2", "-3")]
-    served, *own = [read_profile(path).costs for path in paths]
-    hosts = [costs.at_host_speed(served.host_work_us).host_eager for costs in own]
+    served = read_profile(path_of(name, "-profile")).costs
+    hosts = [each.costs.at_host_speed(served.host_work_us).host_eager for each in calibrated(name)]
     alone, mixed = ([host.base_for(decodes=beside, prefills=True) / 1e3 for host in hosts] for beside in (False, True))
     return alone, mixed
 
@@ -438,11 +519,8 @@ def test_a_row_of_several_turns_says_what_they_differ_by() -> None:
 
 @pytest.mark.parametrize("name", LAST)
 def test_a_profile_is_the_middle_of_its_calibrations(name: str) -> None:
-    """Of the three that are published beside it, each figure's; of the tenth's the first was cut off."""
-    numbers = ("", "-2", "-3") if name == "dsv2lite-tenth" else ("", "-1", "-2", "-3")
-    found = [path_of(name, f"-profile{number}") for number in numbers]
-    served, *each = [read_profile(path) for path in found]
-    assert middle(each).costs == served.costs
+    """Of those that are published beside it, each figure's."""
+    assert middle(calibrated(name)).costs == read_profile(path_of(name, "-profile")).costs
 
 
 def calibrations(name: str) -> list[Profile]:
@@ -704,11 +782,7 @@ def test_figures_of_the_sixteenth_in_the_text() -> None:
     assert f"{told} is {served['tie']['span_ms']['piecewise and vllm']:.1%}" in page
     ttft, gap = latencies_off(name)
     assert f"TTFT p50 is within {ttft:.1%}, gaps within {gap:.1%}. `vllm`'s TTFT p50" in page
-    late = served["policies"]["vllm"]
-    turns = [each["ttft_p50_ms"]["error"] for each in late["turns"]]
-    told = f"`vllm`'s TTFT p50, {late['ttft_p50_ms']['error']:.1%} off, is so in the mean alone: its turns are "
-    told += f"{late['ttft_p50_ms']['apart']:.1%} apart, and simulated {turns[0]:.1%} late and {-turns[1]:.1%} early"
-    assert told in page
+    assert mean_alone(last) in page
     speeds = [turn["host_work_us"] for each in served["policies"].values() for turn in each["turns"]]
     told = f"{last['host_work_us']:.1f} us of fixed work in the profile, {min(speeds):.1f} to {max(speeds):.1f} in the"
     assert f"{told} mean of a policy's turn" in page
@@ -747,6 +821,125 @@ def test_figures_of_the_small_qwens_twelfth_in_the_text() -> None:
     assert told in page
 
 
+def singly(row: dict[str, Any]) -> str:
+    return f"{row['error']:.1%} off singly (noise {row['noise']:.1%})"
+
+
+def test_figures_of_the_small_qwens_thirteenth_in_the_text() -> None:
+    """What its cells, turns, host, calibrations and prompts are said to be; not what a later table makes of it."""
+    page = " ".join(" ".join(DOC).split())
+    name = "rate-2-thirteenth"
+    last, rows, later = read(name), rows_of(name), later_of(name)
+    eager, pieces, split = ("eager", "host-bound"), ("piecewise", "host-bound"), ("split", "middle")
+    row, second = rows[split], later[split]
+    told = f"**SPLIT in the middle is {row['error']:.1%} off** (bias {row['bias']:+.1%}, noise {row['noise']:.1%})"
+    assert told in page
+    assert f"The second turn's {second['steps']} steps are {second['error']:.1%} off" in page
+    own = {each: row_by(last, each, "split/decodes_beside", "middle")["steps"] for each in ("auto", SPLIT)}
+    assert sum(own.values()) == row["steps"]
+    assert f"{own[SPLIT]} of the {row['steps']} steps are `split`'s" in page
+    row, second = rows[eager], later[eager]
+    share_again, error = ran_again(last, *eager)
+    assert share_again == 1.0
+    told = f"Host-bound EAGER is {singly(row)} and {error:.1%} by the middle of five repeats of all its "
+    assert f"{told}{row['steps']} steps." in page
+    told = (
+        f"The second turn's {second['steps']} are {second['error']:.1%} off singly (noise {second['noise']:.1%}, bias "
+    )
+    assert f"{told}{second['bias']:+.1%})" in page
+    row, second, again = rows[pieces], later[pieces], repeated(last, *pieces)
+    assert again is not None
+    told = f"Host-bound PIECEWISE, {row['steps']} steps, is {singly(row)} and {ran_again(last, *pieces)[1]:.1%} "
+    told += f"repeated, of which {again['host_bound_share']:.0%} were host-bound: to the letter. The second turn's "
+    assert f"{told}{second['steps']} are {second['error']:.1%} off, noise {second['noise']:.1%}" in page
+    within = max(each["error"] for key, each in rows.items() if key not in (eager, pieces, split))
+    ttft, gap = latencies_off(name)
+    told = f"All else is within {within:.1%} by single steps. TTFT p50 is within {ttft:.1%}, gaps within "
+    assert f"{told}{gap:.1%}. No pair is ranked wrongly, and every one is shown. {mean_alone(last)}" in page
+    alone, _ = eager_levels(name)
+    told = f"Calibrations lie {max(alone) / min(alone) - 1:.0%} apart in what an EAGER prompt takes the host: "
+    assert told + "{:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f} ms at the".format(*alone) in page
+    speeds = host_speeds(name)
+    told = f"{last['host_work_us']:.1f} us of fixed work in the profile, {min(speeds):.1f} to {max(speeds):.1f} "
+    told += "in the mean"
+    assert told in page
+    single = [
+        row_by(last, policy, *key)
+        for policy, key in (("vllm", pieces), (SPLIT, pieces), ("auto", ("split/decodes_beside", "middle")))
+    ]
+    assert [each["steps"] for each in single] == [4, 1, 2]
+    told = "In the 0.5B's thirteenth `vllm`'s four host-bound PIECEWISE steps are {:.1%} off, `split`'s only "
+    told += "one {:.1%}, and `auto`'s two splits in the middle {:.1%}"
+    assert told.format(*(each["error"] for each in single)) in page
+
+
+def test_figures_of_the_seventeenth_in_the_text() -> None:
+    """What its cells, turns, pairs and calibrations are said to be."""
+    page = " ".join(" ".join(DOC).split())
+    name = "dsv2lite-seventeenth"
+    last, rows, later = read(name), rows_of(name), later_of(name)
+    eager, pieces, slow = ("eager", "host-bound"), ("piecewise", "host-bound"), ("piecewise", "middle")
+    row, second = rows[eager], later[eager]
+    share_again, error = ran_again(last, *eager)
+    assert share_again == 1.0
+    told = f"Host-bound EAGER is {singly(row)} and {error:.1%} by the middle of five repeats of all its "
+    told += f"{row['steps']} steps; the second turn's {second['steps']} are {second['error']:.1%} off singly (noise "
+    assert f"{told}{second['noise']:.1%}, bias {second['bias']:+.1%})" in page
+    row, again = rows[pieces], repeated(last, *pieces)
+    assert again is not None
+    told = f"Host-bound PIECEWISE, {row['steps']} steps, is {singly(row)} and {ran_again(last, *pieces)[1]:.1%} "
+    assert f"{told}repeated, of which {again['host_bound_share']:.0%} were host-bound: to the letter." in page
+    within = max(each["error"] for key, each in rows.items() if key not in (eager, pieces))
+    ttft, gap = latencies_off(name)
+    told = f"All else is within {within:.1%} by single steps. TTFT p50 is within {ttft:.1%}, gaps within "
+    told += f"{gap:.1%}. Policies "
+    told += (
+        "rank as measured by every figure; gap p50 of `piecewise` and `vllm` isn't ranked, as `piecewise`'s turns are "
+    )
+    tie = last["served"]["tie"]["gap_p50_ms"]["piecewise and vllm"]
+    assert f"{told}{tie:.1%} apart" in page
+    assert ranked_as_measured(last)
+    row, bound = later[slow], later[pieces]
+    told = f"Its {row['steps']:,} steps in the middle are {row['error']:.1%} off (noise {row['noise']:.1%}, bias "
+    told += f"{row['bias']:+.1%}), its {bound['steps']} that the host bounds {bound['error']:.1%} (noise "
+    told += f"{bound['noise']:.1%})"
+    assert told in page
+    first, second = (turn["gap_p50_ms"] for turn in last["served"]["policies"]["piecewise"]["turns"])
+    told = f"{second['measured']:.2f} ms there and {first['measured']:.2f} in the first turn, simulated "
+    assert f"{told}{second['simulated']:.2f} and {first['simulated']:.2f}" in page
+    [one] = [key for key, each in later.items() if key[0] == "eager" and key[1] == "middle" and each["steps"] == 1]
+    others = [each["error"] for key, each in later.items() if key[0] not in ("piecewise", "all") and key != one]
+    told = f"All other modes' steps are within {max(others):.1%} there, but for one EAGER step in the middle, "
+    assert f"{told}{later[one]['error']:.1%}" in page
+    alone, mixed = eager_levels(name)
+    told = f"Calibrations lie {max(alone) / min(alone) - 1:.0%} apart in what an EAGER prompt takes the host: "
+    told += "{:.1f}, {:.1f}, {:.1f} and {:.1f} ms at the profile's host speed, ".format(*alone)
+    assert told + "with decodes {:.1f}, {:.1f}, {:.1f} and {:.1f}.".format(*mixed) in page
+    speeds = host_speeds(name)
+    told = f"{last['host_work_us']:.1f} us of fixed work in the profile, {min(speeds):.1f} to {max(speeds):.1f} "
+    told += "in the mean"
+    assert told in page
+    single = [row_by(last, policy, *slow) for policy in ("auto", "vllm")]
+    assert [each["steps"] for each in single] == [1, 1]
+    told = "in the seventeenth `auto`'s only PIECEWISE step in the middle is {:.1%} off and `vllm`'s {:.1%}"
+    assert told.format(*(each["error"] for each in single)) in page
+    assert f"the first run by it, saturated FULL is {rows['full', 'saturated']['error']:.1%} off" in page
+
+
+def row_by(result: dict[str, Any], policy: str, *key: str) -> dict[str, Any]:
+    """One policy's cell."""
+    [found] = [each for each in result["policies"][policy] if key_of(each) == key]
+    return dict(found)
+
+
+def mean_alone(result: dict[str, Any]) -> str:
+    """What is said of `vllm`'s TTFT p50 where its turns are off either way."""
+    late = result["served"]["policies"]["vllm"]
+    first, second = (each["ttft_p50_ms"]["error"] for each in late["turns"])
+    told = f"`vllm`'s TTFT p50, {abs(late['ttft_p50_ms']['error']):.1%} off, is so in the mean alone: its turns are "
+    return f"{told}{late['ttft_p50_ms']['apart']:.1%} apart, and simulated {first:.1%} late and {-second:.1%} early"
+
+
 def test_figures_of_the_run_on_an_h100_in_the_text() -> None:
     """What its cells, medians, turns and host are said to be; in short too."""
     page, short = (" ".join(" ".join(each).split()) for each in (DOC, SHORT))
@@ -783,9 +976,8 @@ def test_figures_of_the_run_on_an_h100_in_the_text() -> None:
     assert f"`auto`'s and `piecewise`'s medians are within {told}, gaps within {latencies_off(name)[1]:.1%}" in page
     assert f"`vllm`'s TTFT p50, by {late['error']:.1%}; the other policies' medians are within {told}" in short
     assert f"EAGER and PIECEWISE {row['error'] * 100:.1f} and {pieces['error']:.1%} off singly" in short
-    readme = " ".join((DOCS / "../README.md").read_text(encoding="utf-8").split())
-    assert f"bounds by {row['error'] * 100:.1f} and {pieces['error']:.1%} singly" in readme
-    assert f"first token is {late['error']:.1%} off, other policies' within {told}" in readme
+    assert f"bounds by {row['error'] * 100:.1f} and {pieces['error']:.1%} singly" in README
+    assert f"first token is {late['error']:.1%} off, other policies' within {told}" in README
     assert not any((last["ranked_wrong"], *last["served"]["ranked_wrong"].values()))
     assert last["served"]["not_shown"]["gap_p50_ms"] == [["piecewise", "vllm"]]
     assert f"as `vllm`'s turns are {last['served']['tie']['gap_p50_ms']['piecewise and vllm']:.1%} apart" in page
