@@ -290,11 +290,11 @@ class Deferral:
         engine = self._engine
         incoming, batches = engine.input_queue, engine.batch_queue
         while engine.is_running() and len(batches) == 1:
-            if not incoming.empty():
-                return _only_requests(incoming)
             left_s = due_s - self._now()
             if left_s <= 0 or _over(batches[0][0]) is not False:
                 return False
+            if not incoming.empty():
+                return _only_requests(incoming)
             self._sleep(min(left_s, POLL_S))
         return False
 

@@ -202,6 +202,25 @@ def test_other_than_requests_and_aborts_end_the_wait(kind: Kind, waits: bool) ->
     assert deferral.margin_s > 0
 
 
+def test_requests_that_never_stop_coming_dont_keep_it_waiting() -> None:
+    """Each is taken in as it comes, until the step is due."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    taken, ends_s = [0], machine.time_s + 1e-6 * DECODES_US
+
+    def take_in() -> None:
+        taken[0] += 1
+        machine.work(1e-4)
+        machine.input_queue.put((Kind.ADD, request_of(str(taken), 1)))
+
+    machine.input_queue.put((Kind.ADD, request_of("first", 1)))
+    deferral.process(take_in)
+    assert taken[0] > 20
+    assert machine.time_s < ends_s - deferral.lead_s
+    assert state.counters.counts["defer_failed"] == 0
+    assert engine.batch_queue
+
+
 def test_a_shutdown_ends_the_wait_and_none_begins() -> None:
     """What is under way is served as vLLM serves it."""
     machine = Machine()
