@@ -393,8 +393,9 @@ class _Plan:
         eager = curve(self._eager)
         assert eager is not None  # noqa: S101 - or it is among the unmeasured
         pieces = curve(self._pieces)
-        if pieces is not None:
-            eager = eager.at_most(pieces)
+        piecewise = pieces or curve(self._piece_rows)
+        if piecewise is not None:
+            eager = eager.at_most(piecewise)
         records = [record for record in registry.records() if record.key in {case.key for case in self.curves}]
         by_part = [[each for each in records if each.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
         ran = [each for case in self.curves for each in case.whole]
@@ -405,7 +406,7 @@ class _Plan:
             # A mode without graphs has no times of its own, and is never chosen.
             full=curve(self._full, pieces) or eager,
             mixed=curve(self._mixed, pieces),
-            piecewise=pieces or curve(self._piece_rows) or eager,
+            piecewise=piecewise or eager,
             eager=eager,
             decode_attention=decode,
             prefill_attention=chunks,
