@@ -5,9 +5,12 @@ request that arrives while that one runs isn't in it, and waits for one step mor
 at its input queue, until what is left of the running step is what the host needs to have the next one launched.
 
 The running step's end is expected at when the device came to it plus what costs say of it, brought to what such steps
-were seen to take. How long the host needs is learned: the most that recent steps took, and a margin. Where the device
-was through before the next step was launched that was late, and the margin grows at once; else it shrinks slowly, so
-that about one in a hundred is late. Where many are it rests for a while.
+were seen to take. How long the host needs is learned from its whole turns, all but its waiting for tokens: a step must
+be there when the device is through with the one before, and so must those that follow, as a launch that takes the host
+longer than the device puts off the next. Where the host's turns take longer than the device's steps nothing is left to
+wait for. What a wait put off is owed until the host waits for the device again: where a launch finds the device idle
+before that it was late, and the margin grows at once. Else it shrinks slowly, so that about one wait in a hundred is
+late. Where many are it rests for a while.
 
 vLLM's loop does all the rest: the requests that come in during the wait are taken in by its own method as they come.
 """
@@ -16,13 +19,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import time
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from kpolicy.costs import CostTable
 from kpolicy.decision import Launch
-from kpolicy.modes import Part
 from kpolicy.modes import Rows as RowsOf
 from kpolicy_vllm.rows import left_of, queues_of
 from kpolicy_vllm.state import State, held_by, state_of, workers_apart
@@ -37,20 +42,26 @@ _UNDER_WAY = 2
 _PLAIN = frozenset(("ADD", "ABORT"))
 """What may wait for the end of the wait; anything else in the input queue ends it"""
 
-LEAST_S, POLL_S = 0.5e-3, 0.2e-3
+LEAST_S, POLL_S = 1e-3, 0.2e-3
 """The shortest wait that is worth it; seconds between two looks whether it should end"""
 SETTLED = 16
 """Steps before the first wait"""
 MARGIN_S, LEAST_MARGIN_S, MOST_MARGIN_S = 1e-3, 0.2e-3, 20e-3
-_LATER, _SOONER = 1.5, 0.996
-"""Times the margin, once the host was late, and with every step"""
-_FORGOTTEN = 0.02
+_LATER, _LONGER_S, _SOONER = 1.5, 0.5e-3, 0.996
+"""Times the margin, and seconds longer at least, once the host was late; times it with every step"""
+_FORGOTTEN = 0.01
 """Share of what the host took longer than now that each step forgets"""
+PREPARED_S = 1e-3
+"""What a runner takes from the answer until it launches, before a whole graph told"""
 _QUICKER, _SLOWER, _UNSEEN = 0.5, 0.1, 0.9
 """Weight of a step that took less than such steps did, and of one that took more; what of its costs one that wasn't
 seen yet is expected to take"""
+_SEEN_S = 0.5e-3
+"""A step that ends so soon after its last launch may have waited for its launches"""
 OFTEN, _OVER, REST_S = 0.1, 64, 10.0
 """Share of waits that were late, over about so many, from which it rests, and for how long"""
+CAME_S = 1.0
+"""Steps wait where something came in so recently"""
 _LOOKED_AT = 8
 """Prompts in line that are looked at"""
 
@@ -142,21 +153,25 @@ def made_for(engine: Any) -> Deferral | None:
     return made
 
 
-class _Launched:
-    """A step that was launched."""
+class _Step:
+    """A step that was launched, and what was seen of it: the host only sees whether the device is through with it."""
 
-    __slots__ = ("costs_us", "kind", "output", "start_s", "until_s")
+    __slots__ = ("ahead_s", "costs_us", "first_s", "kind", "output", "over_s", "ran_s", "until_s", "whole")
 
-    def __init__(self, output: Any, entry: Entry | None, costs_us: float, until_s: float, start_s: float) -> None:
+    def __init__(self, output: Any, entry: Entry | None, costs_us: float, ahead_s: float, first_s: float) -> None:
         self.output = output
+        """vLLM's, until its tokens are there"""
         self.kind = None if entry is None else _kind(entry)
         """Steps of which one tells what another takes: those of a graph, or eager ones of about as many tokens"""
+        self.whole = entry is not None and entry.whole
         self.costs_us = costs_us
         """Microseconds on the device by costs; 0 where they say nothing"""
-        self.until_s = until_s
+        self.ahead_s, self.first_s = ahead_s, first_s
+        """Before and after the device had something of it to do: its answer, and the first launch at the latest"""
+        self.until_s = first_s
         """When all of it was launched"""
-        self.start_s = start_s
-        """When the device came to it at the earliest; 0 where it is when the one before ends"""
+        self.ran_s, self.over_s = 0.0, math.inf
+        """When it was last seen under way, and first seen done"""
 
 
 class Deferral:
@@ -171,6 +186,7 @@ class Deferral:
     Attributes:
         lead_s: what the host is taken to need, without the margin.
         margin_s: that.
+        came_s: when something last came in.
     """
 
     def __init__(
@@ -184,39 +200,59 @@ class Deferral:
         self._off = False
         self.lead_s = 0.0
         self.margin_s = MARGIN_S
+        self.came_s = -math.inf
         self._seen = 0
-        """Steps that told how long the host takes"""
+        """Turns that told how long the host takes"""
         self._ratio: dict[Any, float] = {}
         """Of each kind of step, what it takes of its costs"""
         self._late = 0.0
         self._judged = 0
         self._rests_until_s = 0.0
-        self._begun_s = 0.0
-        """When the host began with the step that it makes now"""
-        self._deferred = False
-        """Whether it waited before that"""
-        self._last: _Launched | None = None
-        self._before: _Launched | None = None
-        self._end_s = 0.0
-        """When the step that runs was last expected to end"""
-        self._ended_s = 0.0
-        """When the last step was seen to end"""
-        self._seen_to_end = False
-        """Whether the device was still at it when the host began to wait for it"""
         self._ms = 0.0
+        self._steps: deque[_Step] = deque()
+        """Those under way"""
+        self._ran_s = self._over_s = 0.0
+        """Of the last one that ended"""
+        self._owes = False
+        """Whether the host hasn't waited for the device since it put off a step"""
+        self._prepared_s = PREPARED_S
+        """From the answer until a whole graph is launched, the most lately"""
+        self._behind_s = 0.0
+        """How much later the last turns have the host begin the next step than it could, or how much sooner"""
+        self._longest_s = 0.0
+        """What the device was expected to take for the last step"""
+        # The turn of the loop that is under way:
+        self._begun_s = 0.0
+        """When it was begun, or should have been; 0 where that isn't known"""
+        self._made: _Step | None = None
+        self._done_s = 0.0
+        """When that was launched and sampled"""
+        self._blocked_s = 0.0
+        """How long the host waited for tokens"""
+        self._answer: Entry | None = None
+        self._answer_s = 0.0
+        self._idle = False
+        """Whether the device had nothing to do at the answer"""
 
     def watch(self) -> None:
         """Note from now on when steps are launched and when they end: by this engine's own objects."""
         executor, scheduler = self._engine.model_executor, self._engine.scheduler
-        execute, update = executor.execute_model, scheduler.update_from_output
+        execute, sample, update = executor.execute_model, executor.sample_tokens, scheduler.update_from_output
 
         @functools.wraps(execute)
         def execute_model(scheduler_output: Any, *args: Any, **named: Any) -> Any:
             if self._off or not scheduler_output.total_num_scheduled_tokens:
                 return execute(scheduler_output, *args, **named)
-            early = self._guarded(self._launching)
+            self._guarded(self._launching)
             result = execute(scheduler_output, *args, **named)
-            self._guarded(self._launched, scheduler_output, early)
+            self._guarded(self._launched, scheduler_output)
+            return result
+
+        @functools.wraps(sample)
+        def sample_tokens(*args: Any, **named: Any) -> Any:
+            result = sample(*args, **named)
+            if not self._off:
+                self._guarded(self._sampled)
             return result
 
         @functools.wraps(update)
@@ -225,7 +261,8 @@ class Deferral:
                 self._guarded(self._ended, scheduler_output)
             return update(scheduler_output, *args, **named)
 
-        executor.execute_model, scheduler.update_from_output = execute_model, update_from_output
+        executor.execute_model, executor.sample_tokens = execute_model, sample_tokens
+        scheduler.update_from_output = update_from_output
 
     def process(self, original: Callable[[], Any]) -> Any:
         """Wait while the device has long to run, then take in what has come.
@@ -235,39 +272,49 @@ class Deferral:
         """
         if self._off:
             return original()
+        self._guarded(self._turned)
         due_s = self._guarded(self._due_s)
         if due_s:
             begun_s = self._now()
             while self._guarded(self._waits, due_s):
                 original()
             self._guarded(self._count, self._now() - begun_s)
-        self._deferred = bool(due_s)
-        busy = bool(self._engine.batch_queue)
-        if busy:
-            self._begun_s = self._now()
-        result = original()
-        if not busy:
-            self._begun_s = self._now()  # it may have waited for a request
+            self._owes = True
+        # What the wait took too long is the host's.
+        self._begun_s = min(self._now(), due_s or math.inf)
+        if self._engine.batch_queue:
+            self._incoming()
+            return original()
+        result = original()  # it may have waited for a request
+        self._begun_s = self._now()
+        self.came_s = max(self.came_s, self._begun_s)
         return result
 
     # When
 
     def _due_s(self) -> float:
         """When to begin with the next step; 0 for now."""
-        queue, last, now_s = self._engine.batch_queue, self._last, self._now()
-        if len(queue) != 1 or last is None or queue[0][1] is not last.output or self._seen < SETTLED:
+        queue, now_s = self._engine.batch_queue, self._now()
+        if len(queue) != 1 or len(self._steps) != 1 or queue[0][1] is not self._steps[0].output:
             return 0.0
-        if not last.costs_us or now_s < self._rests_until_s or not self._state.ready:
+        step = self._steps[0]
+        if self._seen < SETTLED or not step.costs_us or now_s < self._rests_until_s or not self._state.ready:
             return 0.0
-        device_s = 1e-6 * last.costs_us * self._ratio.get(last.kind, _UNSEEN)
+        device_s = self._device_s(step)
         # Most of what is put off can't be longer than the step.
         if device_s < LEAST_S + self.lead_s + self.margin_s:
             return 0.0
-        end_s = self._end_s = max((last.start_s or self._ended_s) + device_s, last.until_s)
-        due_s = min(end_s - self.lead_s - self.margin_s, now_s + device_s)
-        if due_s - now_s < LEAST_S or _over(queue[0][0]) is not False or self._full():
+        due_s = min(self._end_s(step) - self.lead_s - self.margin_s, now_s + device_s)
+        if due_s - now_s < LEAST_S or not self._incoming() or not self._runs() or self._full():
             return 0.0
         return due_s
+
+    def _incoming(self) -> bool:
+        """Whether something has come in lately."""
+        if not self._engine.input_queue.empty():
+            self.came_s = max(self.came_s, self._now())
+            return True
+        return self._now() - self.came_s < CAME_S
 
     def _full(self) -> bool:
         """Whether no request that arrives now can be in the next step."""
@@ -279,10 +326,9 @@ class Deferral:
             room -= left_of(running[-1]) - 1  # prompts that aren't done stand last
         for queue in queues_of(scheduler):
             places -= len(queue)
-            for looked_at, request in enumerate(queue):
-                if looked_at == _LOOKED_AT or room <= 0:
-                    break
-                room -= request.num_tokens - request.num_computed_tokens
+            # To go over a queue by priority is to copy and sort it.
+            first = islice(queue, _LOOKED_AT) if isinstance(queue, deque | list) else (queue.peek_request(),)
+            room -= sum(request.num_tokens - request.num_computed_tokens for request in first)
         return bool(room <= 0 or places <= 0)
 
     def _waits(self, due_s: float) -> bool:
@@ -291,14 +337,17 @@ class Deferral:
         incoming, batches = engine.input_queue, engine.batch_queue
         while engine.is_running() and len(batches) == 1:
             left_s = due_s - self._now()
-            if left_s <= 0 or _over(batches[0][0]) is not False:
+            if left_s <= 0 or not self._runs():
                 return False
             if not incoming.empty():
+                self.came_s = max(self.came_s, self._now())
                 return _only_requests(incoming)
             self._sleep(min(left_s, POLL_S))
         return False
 
     def _count(self, waited_s: float) -> None:
+        if self._owes:
+            self._judge(late=False)
         counters = self._state.counters
         counters.add("deferred_steps")
         self._ms += 1e3 * waited_s
@@ -307,45 +356,133 @@ class Deferral:
 
     # What steps tell
 
-    def _launching(self) -> bool:
-        """A step is about to be launched after a wait; whether the device is still at the one before."""
-        self._state.dispatcher.last = None
-        return self._deferred and self._running()
+    def _device_s(self, step: _Step) -> float:
+        """What the device is expected to take for a step."""
+        return 1e-6 * step.costs_us * self._ratio.get(step.kind, _UNSEEN)
 
-    def _running(self) -> bool:
-        """Whether the device is at a step that the engine waits for."""
+    def _end_s(self, step: _Step) -> float:
+        """When the oldest step under way is expected to end: rather too soon."""
+        return max(max(step.ahead_s, self._ran_s) + self._device_s(step), step.until_s)
+
+    def _runs(self) -> bool:
+        """Whether the device is seen at the oldest step under way; that is noted."""
         queue = self._engine.batch_queue
-        return bool(queue and _over(queue[-1][0]) is False)
+        if not queue or not self._steps or queue[-1][1] is not self._steps[0].output:
+            return False
+        step, over, now_s = self._steps[0], _over(queue[-1][0]), self._now()
+        if over is False:
+            step.ran_s = now_s
+        elif over:
+            step.over_s = min(step.over_s, now_s)
+        return over is False
 
-    def _launched(self, output: Any, early: bool) -> None:
-        """A step was launched: its expected time, what the host took, and whether that was in time."""
-        now_s, costs, entry = self._now(), self._state.costs, self._state.dispatcher.last
-        still = self._running()
-        deferred, self._deferred = self._deferred, False
-        costs_us = apart_s = 0.0
-        if entry is not None and costs is not None and costs.measured:
-            costs_us = _device_us(entry, costs, self._state.settings.query_len)
-            apart_s = 1e-6 * _launching_us(entry, costs)
-            device_s = 1e-6 * costs_us * self._ratio.get(_kind(entry), _UNSEEN)
-            # Until the device has something to do. And the next step's must be there when it is through with this one.
-            first_s = now_s - self._begun_s - apart_s
-            self._took(max(first_s, first_s + now_s - self._begun_s - device_s, 0.0))
-            if deferred:
-                # What is launched bit by bit is well under way by now: there it goes by when it should have begun.
-                self._judge(late=(not early or now_s - apart_s > self._end_s) if apart_s else not still)
-        start_s = 0.0 if still else max(now_s - apart_s, self._begun_s)
-        self._before, self._last = self._last, _Launched(output, entry, costs_us, now_s, start_s)
-        self._seen_to_end = still
+    def _launching(self) -> None:
+        """A step is about to be launched."""
+        if self._made is not None:
+            self._begun_s = 0.0  # a loop that didn't ask
+        self._answer = None
+        self._state.dispatcher.told = self._told
 
-    def _took(self, needed_s: float) -> None:
-        """What the host needed for a step, before the one that ran ended."""
+    def _told(self, entry: Entry) -> None:
+        """The policy has answered, so that the runner is about to launch."""
+        self._guarded(self._answered, entry)
+
+    def _answered(self, entry: Entry) -> None:
+        self._answer, self._idle = entry, not self._runs()
+        self._answer_s = self._now()
+
+    def _launched(self, output: Any) -> None:
+        """A step's forward was launched: its expected time, and whether that was in time."""
+        runs, now_s, costs, entry = self._runs(), self._now(), self._state.costs, self._answer
+        self._state.dispatcher.told = None
+        costs_us, ahead_s, first_s = 0.0, self._begun_s, now_s
+        if entry is not None:
+            ahead_s = self._answer_s
+            if costs is not None and costs.measured:
+                costs_us = _device_us(entry, costs, self._state.settings.query_len)
+            if entry.whole:
+                took_s = now_s - ahead_s
+                self._prepared_s = max(took_s, self._prepared_s + _FORGOTTEN * (took_s - self._prepared_s))
+            else:
+                first_s = min(now_s, ahead_s + self._prepared_s)
+        if self._owes and not runs:
+            before = self._steps[0] if self._steps else None
+            # What is launched bit by bit is well under way by now.
+            if before is None:
+                self._owes = False
+            elif self._idle or first_s == now_s or first_s > self._end_s(before):
+                self._owes = False
+                self._judge(late=True)
+        self._made = _Step(output, entry, costs_us, ahead_s, first_s)
+        self._made.until_s = self._done_s = now_s
+        self._steps.append(self._made)
+
+    def _sampled(self) -> None:
+        """So was what samples its tokens."""
+        if self._made is None:
+            return
+        self._runs()
+        self._made.until_s = self._now()
+        if not self._blocked_s:  # or it had to wait for the tokens before
+            self._done_s = self._made.until_s
+
+    def _ended(self, output: Any) -> None:
+        """The engine has a step's tokens: what it took, as far as that was seen."""
+        if not self._steps or self._steps[0].output is not output:
+            return
+        now_s, step = self._now(), self._steps.popleft()
+        expected_s = self._end_s(step)
+        step.output = None
+        if self._made is None:
+            self._begun_s = 0.0  # nothing was launched in this turn
+        if step.over_s == math.inf:
+            if self._made is not None:
+                self._blocked_s = now_s - self._done_s
+                step.ran_s = now_s
+            step.over_s = now_s
+            if self._owes:
+                self._owes = False
+                self._judge(late=False)
+        if step.costs_us:
+            self._learn(step)
+        # Where its end wasn't seen the next one's start is taken to be when it was expected.
+        self._ran_s, self._over_s = max(step.ran_s, min(expected_s, step.over_s)), step.over_s
+
+    def _learn(self, step: _Step) -> None:
+        """Bring what such steps take of their costs to what this one did at most, and at least, as far as was seen."""
+        expected_s = self._device_s(step)
+        most_s = step.over_s - max(step.ahead_s, self._ran_s)
+        least_s = step.ran_s - max(step.first_s, self._over_s)
+        if step.ran_s < step.until_s + _SEEN_S:
+            least_s = 0.0  # the device may have waited for its launches
+        took_s = max(min(expected_s, most_s), least_s)
+        if took_s == expected_s or most_s <= 0:
+            return
+        was, took = self._ratio.get(step.kind), 1e6 * took_s / step.costs_us
+        if was is None:
+            self._ratio[step.kind] = took
+        else:
+            self._ratio[step.kind] = was + (_QUICKER if took < was else _SLOWER) * (took - was)
+
+    def _turned(self) -> None:
+        """A turn of the loop is over: what the host took for it."""
+        now_s, step, blocked_s = self._now(), self._made, self._blocked_s
+        self._made, self._blocked_s = None, 0.0
+        if step is None or not step.costs_us or not self._begun_s:
+            return
+        device_s = self._device_s(step)
+        # Beyond a step of the device a host that comes later makes the device wait, and nothing is put off.
+        most_s, self._longest_s = max(device_s, self._longest_s), device_s
+        needed_s = min((self._done_s if step.whole else step.first_s) - self._begun_s + self._behind_s, most_s)
         self.lead_s = max(needed_s, self.lead_s + _FORGOTTEN * (needed_s - self.lead_s))
+        turn_s = now_s - self._begun_s - blocked_s
+        self._behind_s = min(max(self._behind_s + turn_s - device_s, 0.0), most_s)
         self.margin_s = max(_SOONER * self.margin_s, LEAST_MARGIN_S)
         self._seen += 1
 
     def _judge(self, *, late: bool) -> None:
         if late:
-            self.margin_s = min(max(_LATER * self.margin_s, self.margin_s + LEAST_S), MOST_MARGIN_S)
+            self.margin_s = min(max(_LATER * self.margin_s, self.margin_s + _LONGER_S), MOST_MARGIN_S)
             self._state.counters.add("deferred_late")
         self._judged += 1
         self._late += (late - self._late) / min(self._judged, _OVER)
@@ -357,28 +494,13 @@ class Deferral:
                 f"steps were often launched late after a wait; for {REST_S:.0f} s they are made as early as vLLM does.",
             )
 
-    def _ended(self, output: Any) -> None:
-        """The engine has a step's tokens: what it took, where both its ends were seen."""
-        now_s, last, before = self._now(), self._last, self._before
-        if before is not None and before.output is output:
-            ended, seen = before, self._seen_to_end
-        elif last is not None and last.output is output:
-            ended, seen = last, False  # nothing was launched behind it
-        else:
-            return
-        if seen and not ended.start_s and ended.costs_us and self._ended_s:
-            took = 1e6 * (now_s - self._ended_s) / ended.costs_us
-            was = self._ratio.get(ended.kind)
-            weight = 1.0 if was is None else _QUICKER if took < was else _SLOWER
-            self._ratio[ended.kind] = (was or 0.0) + weight * (took - (was or 0.0))
-        self._ended_s = now_s
-
     def _guarded(self, run: Callable[..., Any], *args: Any) -> Any:
         """Run it; None, and an end to all waits, where it fails."""
         try:
             return run(*args)
         except Exception as error:  # noqa: BLE001 - waiting is an extra, and serving goes on without it
             self._off = True
+            self._steps.clear()
             self._state.counters.warn_once(
                 "defer_failed",
                 f"making steps late failed: {type(error).__name__}: {error}; they are made as early as vLLM does.",
@@ -411,11 +533,3 @@ def _device_us(entry: Entry, costs: CostTable, query_len: int) -> float:
         launch = Launch(RowsOf.ALL, entry.key)
         entry.device_us = costs.launch_us(launch, numbers_of(entry.step, query_len))[0]
     return entry.device_us
-
-
-def _launching_us(entry: Entry, costs: CostTable) -> float:
-    """What launching bit by bit takes the host beyond a whole graph, during which the device works already."""
-    if not costs.host_full.base_us or (entry.key is not None and entry.key.part is Part.FULL):
-        return 0.0
-    host = costs.host_eager if entry.key is None else costs.host_piecewise
-    return max(0.0, host.base_us - costs.host_full.base_us)

@@ -25,8 +25,11 @@ from kpolicy_vllm.steps import Entry, Step
 
 GRAPH = GraphKey(Part.FULL, 64, 64, query_len=1)
 DECODES_US, TOKEN_US, EAGER_US = 8000.0, 15.0, 8000.0
-HOST_S, LAUNCH_S = 1.5e-3, {"full": 0.4e-3, "piecewise": 3.5e-3, "eager": 12e-3}
-"""To schedule and prepare a step; to launch it"""
+ANSWER_S, PREPARE_S, LAUNCH_S = 0.8e-3, 0.7e-3, {"full": 0.4e-3, "piecewise": 3.5e-3, "eager": 12e-3}
+"""To schedule a step until its mode is asked for, to prepare it, and to launch it"""
+HOST_S = ANSWER_S + PREPARE_S
+SAMPLE_S, UPDATE_S = 0.5e-3, 0.3e-3
+"""To launch what samples a step's tokens, and to take those of the one before in"""
 COSTS = CostTable(
     version="made up",
     measured=True,
@@ -67,15 +70,26 @@ class Machine:
     Args:
         slower: times that steps take on the device of what costs have.
         noise: most that a step differs by, as a share.
+        prompts: times that steps with prompts take besides.
+        launch_s: what launching takes the host, by kind.
+        sample_s: what sampling does.
+        update_s: and taking tokens in.
     """
 
-    def __init__(self, *, slower: float = 1.0, noise: float = 0.0) -> None:
+    def __init__(
+        self, *, slower: float = 1.0, noise: float = 0.0, prompts: float = 1.0, launch_s: dict[str, float] = LAUNCH_S,
+        sample_s: float = SAMPLE_S, update_s: float = UPDATE_S,
+    ) -> None:  # fmt: skip
         self.time_s = 0.0
         self.device_s = 0.0
         self.idle_s = self.bound_s = 0.0
         """Seconds that the device had nothing to do, and that launching took longer than the work"""
         self.slower = slower
         self.noise = noise
+        self.prompts = prompts
+        self.launch_s = launch_s
+        self.sample_s = sample_s
+        self.update_s = update_s
         self.random = random.Random(1)  # noqa: S311
         self.arrivals: deque[tuple[float, Any]] = deque()
         self.input_queue: queue.Queue[Any] = queue.Queue()
@@ -108,23 +122,30 @@ class Machine:
         self.device_s = max(start_s + took_s, self.time_s)
         return self.device_s
 
+    def sample(self) -> float:
+        """Launch what samples a step's tokens; when the device is through with those."""
+        self.work(self.sample_s)
+        self.bound_s += max(0.0, self.time_s - self.device_s)
+        self.device_s = max(self.device_s, self.time_s)
+        return self.device_s
+
 
 class Tokens:
     """A step's tokens on their way to the host, as vLLM's `AsyncModelRunnerOutput`."""
 
     def __init__(self, machine: Machine, ends_s: float, output: Any) -> None:
         self._machine = machine
-        self._ends_s = ends_s
+        self.ends_s = ends_s
         self._output = output
         self.copy_event = SimpleNamespace(query=self.query)
         self.asked = 0
 
     def query(self) -> bool:
         self.asked += 1
-        return self._machine.time_s >= self._ends_s
+        return self._machine.time_s >= self.ends_s
 
     def get_output(self) -> Any:
-        self._machine.until(self._ends_s)
+        self._machine.until(self.ends_s)
         return self._output
 
 
@@ -150,6 +171,8 @@ class Executor:
         self._future = future
         self._tokens: Any = None
         self._entries: dict[Step, Entry] = {}
+        self.answers = True
+        """Whether a policy decides"""
         self.steps: list[tuple[float, Any]] = []
         """When each step was launched, and what it was"""
 
@@ -157,27 +180,30 @@ class Executor:
         machine, total = self._machine, scheduler_output.total_num_scheduled_tokens
         ends_s = machine.device_s
         if total:
-            machine.work(HOST_S)
+            machine.work(ANSWER_S)
             reqs = len(scheduler_output.num_scheduled_tokens)
             decodes = sum(new == 1 for new in scheduler_output.num_scheduled_tokens.values())
             step = Step(total, reqs, decodes, int(decodes == reqs), int(decodes == reqs))
             key = GRAPH if decodes == reqs else GraphKey(Part.PIECEWISE, total) if self._pieces else None
             entry = self._entries.setdefault(step, Entry(step, None, key, None, "cheapest_measured"))
-            self._state.dispatcher.last = entry
-            device_us = DECODES_US if key is GRAPH else COSTS.eager.at(total)
-            ends_s = machine.launch(LAUNCH_S[entry.label[0]], device_us)
+            if self.answers and self._state.dispatcher.told is not None:
+                self._state.dispatcher.told(entry)
+            machine.work(PREPARE_S)
+            device_us = DECODES_US if key is GRAPH else COSTS.eager.at(total) * machine.prompts
+            ends_s = machine.launch(machine.launch_s[entry.label[0]], device_us)
             self.steps.append((machine.time_s, scheduler_output))
         self._tokens = Tokens(machine, ends_s, self._run(scheduler_output))
         return self._future(self._tokens, True) if not total else SimpleNamespace(done=lambda: False, result=None)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:  # noqa: ARG002 - as vLLM's
+        self._tokens.ends_s = self._machine.sample()
         return self._future(self._tokens, True)
 
 
 def state_of_machine(config: Any, **given: Any) -> State:
     """A state that decides by `COSTS`."""
     state = State(Config(**given), settings_of(config))
-    state.dispatcher = SimpleNamespace(last=None, refresh=lambda: None)
+    state.dispatcher = SimpleNamespace(told=None, refresh=lambda: None)
     state.costs, state.captured = COSTS, True
     return state
 
@@ -204,6 +230,10 @@ def real_engine(config: Any, scheduler: Any, executor: Any, machine: Machine) ->
         reject_new_requests=False,
     )  # fmt: skip
     return engine
+
+
+class Output(SimpleNamespace):
+    """vLLM's `SchedulerOutput`, as far as it is used."""
 
 
 class Plain:
@@ -254,7 +284,7 @@ class Plain:
             each.request_id: each.num_tokens for each in new
         }
         self.running += new
-        output = SimpleNamespace(num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()))
+        output = Output(num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()))
         self.model_executor.execute_model(output, non_block=True)
         self.batch_queue.appendleft((self.model_executor.sample_tokens(None), output, None))
         for request in new:
@@ -264,8 +294,9 @@ class Plain:
             future.result()
             self.scheduler.update_from_output(output, None)
 
-    def update_from_output(self, output: Any, tokens: Any) -> None:
-        """Nothing to take in."""
+    def update_from_output(self, output: Any, tokens: Any) -> None:  # noqa: ARG002 - as vLLM's
+        """It takes its time."""
+        self.machine.work(self.machine.update_s)
 
 
 class PlainFuture:

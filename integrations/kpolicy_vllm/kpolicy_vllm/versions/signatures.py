@@ -54,6 +54,7 @@ ENGINE: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core:EngineCoreProc.is_running": ("self",),
     "vllm.v1.engine.core:EngineCore.step_with_batch_queue": ("self",),
     "vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model": ("self", "scheduler_output", "non_block"),
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor.sample_tokens": ("self", "grammar_output", "non_block"),
     "vllm.v1.executor.uniproc_executor:AsyncOutputFuture.__init__": ("self", "async_output", "single_value"),
     f"{_SCHEDULER}.update_from_output": ("self", "scheduler_output", "model_runner_output"),
 }
