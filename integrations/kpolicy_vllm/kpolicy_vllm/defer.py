@@ -56,8 +56,6 @@ PREPARED_S = 1e-3
 _QUICKER, _SLOWER, _UNSEEN = 0.5, 0.1, 0.9
 """Weight of a step that took less than such steps did, and of one that took more; what of its costs one that wasn't
 seen yet is expected to take"""
-_SEEN_S = 0.5e-3
-"""A step that ends so soon after its last launch may have waited for its launches"""
 OFTEN, _OVER, REST_S = 0.1, 64, 10.0
 """Share of waits that were late, over about so many, from which it rests, and for how long"""
 CAME_S = 1.0
@@ -209,7 +207,7 @@ class Deferral:
         self._judged = 0
         self._rests_until_s = 0.0
         self._ms = 0.0
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_Step] = deque(maxlen=_UNDER_WAY)
         """Those under way"""
         self._ran_s = self._over_s = 0.0
         """Of the last one that ended"""
@@ -283,7 +281,7 @@ class Deferral:
         # What the wait took too long is the host's.
         self._begun_s = min(self._now(), due_s or math.inf)
         if self._engine.batch_queue:
-            self._incoming()
+            self._guarded(self._incoming)
             return original()
         result = original()  # it may have waited for a request
         self._begun_s = self._now()
@@ -428,9 +426,11 @@ class Deferral:
 
     def _ended(self, output: Any) -> None:
         """The engine has a step's tokens: what it took, as far as that was seen."""
-        if not self._steps or self._steps[0].output is not output:
+        if all(each.output is not output for each in self._steps):
             return
-        now_s, step = self._now(), self._steps.popleft()
+        while (step := self._steps.popleft()).output is not output:
+            pass  # nobody asked for its tokens
+        now_s = self._now()
         expected_s = self._end_s(step)
         step.output = None
         if self._made is None:
@@ -453,8 +453,6 @@ class Deferral:
         expected_s = self._device_s(step)
         most_s = step.over_s - max(step.ahead_s, self._ran_s)
         least_s = step.ran_s - max(step.first_s, self._over_s)
-        if step.ran_s < step.until_s + _SEEN_S:
-            least_s = 0.0  # the device may have waited for its launches
         took_s = max(min(expected_s, most_s), least_s)
         if took_s == expected_s or most_s <= 0:
             return
