@@ -529,6 +529,19 @@ def test_nothing_of_a_step_is_kept_once_its_tokens_are_there() -> None:
     assert deferral.lead_s
 
 
+def test_a_step_whose_tokens_nobody_asks_for_is_forgotten() -> None:
+    """What came of it isn't known, and those after it are waited behind as ever."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    engine.batch_queue.clear()
+    before = state.counters.counts["deferred_steps"]
+    for _ in turns(engine, 30):
+        pass
+    assert len(deferral._steps) == 1
+    assert state.counters.counts["deferred_steps"] > before + 20
+    assert not state.counters.counts["defer_failed"]
+
+
 def test_a_queue_by_priority_is_not_gone_over() -> None:
     """To iterate it is to copy and sort it."""
 
