@@ -162,6 +162,25 @@ class Curve:
         """Microseconds a token beyond the last point: that of the last two, but never falling."""
         return max(self._slope(len(self.sizes) - 1), 0.0)
 
+    def at_most(self, other: Curve) -> Curve:
+        """This curve, nowhere above another at sizes of either that both span: of work that is part of the other's.
+
+        Beyond the other's last size it rises as it did, from where it is held there. The same curve where it is nowhere
+        above. It has no size beyond its own.
+        """
+        if not any(other.spans(size) and other.at(size) < self.at(size) for size in (*self.sizes, *other.sizes)):
+            return self
+        sizes = sorted({*self.sizes, *filter(self.spans, other.sizes)})
+        last = other.sizes[-1]
+        less = max(self.at(last) - other.at(last), 0.0) if self.spans(last) else 0.0
+
+        def held(size: int) -> float:
+            if size > last:
+                return max(self.at(size) - less, 0.0)
+            return min(self.at(size), other.at(size)) if other.spans(size) else self.at(size)
+
+        return Curve(sizes, [held(size) for size in sizes])
+
     def upto(self, most: int) -> list[float]:
         """`at` for every size from 0 to `most`, 0 being 0: segment by segment, because a table is made of thousands."""
         sizes, us = self.sizes, self.us

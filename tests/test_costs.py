@@ -70,6 +70,26 @@ def test_curves_are_linear_between_points_and_beyond_the_last_two() -> None:
     assert Curve((10,), (100.0,)).at(1) == Curve((10,), (100.0,)).at(99) == 100
 
 
+def test_a_curve_is_held_to_another_where_both_were_measured() -> None:
+    """At sizes of either that both span it is at most the other; where it is below, it is as it was."""
+    eager = Curve((1, 100, 400), (50.0, 120.0, 420.0))
+    pieces = Curve((10, 100, 200, 300), (40.0, 100.0, 190.0, 330.0))
+    held = eager.at_most(pieces)
+    assert held == Curve((1, 10, 100, 200, 300, 400), (50.0, 40.0, 100.0, 190.0, 320.0, 420.0))
+    assert held.at_most(pieces) is held
+    assert pieces.at_most(Curve((10, 300), (900.0, 900.0))) is pieces
+
+
+def test_a_curve_held_to_another_goes_on_as_steep_as_it_was() -> None:
+    """Beyond the other's last size it isn't back at its own time, nor does what it is beyond its own rise quicker."""
+    eager = Curve((100, 200, 220), (120.0, 220.0, 240.0))
+    held = eager.at_most(Curve((100, 200), (100.0, 190.0)))
+    assert held == Curve((100, 200, 220), (100.0, 190.0, 210.0))
+    assert held.at(400) == eager.at(400) - 30
+    both = eager.at_most(Curve((100, 220), (100.0, 208.0)))
+    assert both == Curve((100, 200, 220), (100.0, 190.0, 208.0))
+
+
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.5, 1e4)), min_size=1, max_size=6), st.integers(1, 900))
 def test_a_curve_stays_between_its_points(points: list[tuple[int, float]], size: int) -> None:
     """Inside what was measured a curve lies between its neighbours; it is never negative."""

@@ -18,7 +18,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.vllm.profiled import profiled
@@ -141,6 +143,35 @@ def shifted(requests: list[list[float]], seed: str, most_s: float) -> list[list[
     return [first, *sorted([at + chance.random() * most_s, prompt, output] for at, prompt, output in others)]
 
 
+class Incoming:
+    """What vLLM's engine core in a process of its own has for an input queue: here, requests whose time has come."""
+
+    mutex: AbstractContextManager[None] = nullcontext()
+    queue: tuple[()] = ()
+
+    def __init__(self) -> None:
+        self.due: Callable[[], bool] = lambda: False
+
+    def empty(self) -> bool:
+        return not self.due()
+
+
+def waiting(core: Any, incoming: Incoming) -> Any:
+    """What waits in this process's loop as it would in that of vLLM's engine core; None on the stock side."""
+    additional = core.vllm_config.additional_config
+    if not isinstance(additional, dict) or additional.get("kpolicy", False) is False:
+        return None
+    from kpolicy_vllm.defer import made_for
+
+    return made_for(
+        SimpleNamespace(
+            vllm_config=core.vllm_config, scheduler=core.scheduler, model_executor=core.model_executor,
+            batch_queue=core.batch_queue, batch_queue_size=core.batch_queue_size, input_queue=incoming,
+            is_running=lambda: True,
+        )
+    )  # fmt: skip
+
+
 class Engine:
     """A vLLM engine in this process.
 
@@ -186,6 +217,8 @@ class Engine:
         self._count_modes()
         self._note_ends()
         self._served = 0
+        self._incoming = Incoming()
+        self._deferral = waiting(core, self._incoming)
         config = self.engine.vllm_config
         compilation = config.compilation_config
         emit(
@@ -287,11 +320,24 @@ class Engine:
         before = host_now()
         start = now = time.perf_counter()
         self.ended[:] = [Ended(start)]
-        while done < count:
-            while added < count and begun[added] <= now - start:
+
+        def due() -> bool:
+            return added < count and begun[added] <= time.perf_counter() - start
+
+        def take_in() -> None:
+            nonlocal added, added_s
+            now_s = time.perf_counter() - start
+            while added < count and begun[added] <= now_s:
                 engine.add_request(str(first_id + added), {"prompt_token_ids": prompts[added]}, params[added])
                 added += 1
                 added_s = time.perf_counter() - start
+
+        self._incoming.due = due
+        while done < count:
+            if self._deferral is None:
+                take_in()
+            else:
+                self._deferral.process(take_in)
             if added == done:
                 time.sleep(max(0.0, begun[added] - (time.perf_counter() - start)))
                 now = time.perf_counter()

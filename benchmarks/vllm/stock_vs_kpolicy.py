@@ -380,7 +380,11 @@ def main(argv: list[str] | None = None) -> int:
         "--one-core", action="store_true", help="the side at work has its main thread on one quick core, each the same"
     )
     parser.add_argument("--plan", type=input_file, help="plan file of the side planned")
-    parser.add_argument("--paced", default=json.dumps(PACED), help="JSON with the shim's settings for the side paced")
+    parser.add_argument(
+        "--paced",
+        default=json.dumps(PACED),
+        help="JSON with settings of the shim that the side paced has besides, of the gap or any other",
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="share of each load's requests, for a quick look")
     parser.add_argument(
         "--warm-scale", type=float, default=WARM_SCALE, help="share of each load that is served before it counts"

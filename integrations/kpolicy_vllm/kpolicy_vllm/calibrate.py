@@ -11,6 +11,9 @@ only its last token (1,000 rows of a 0.5B model: 0.6 ms of 3.5). Rows needn't co
 where a larger graph seems cheaper than a smaller one, it is timed with the smaller one's rows too, and is cheaper only
 if it is so with those.
 
+An eager step runs the kernels of the pieces of its tokens, so on the device it takes no longer than those
+(`kpolicy.costs.Curve.at_most`): its launches may leave the device waiting, which the host's time says already.
+
 FULL graphs of mixed batches have attention of a fixed shape: they are timed with a chunk that fills them, and have a
 curve of their own.
 
@@ -390,6 +393,9 @@ class _Plan:
         eager = curve(self._eager)
         assert eager is not None  # noqa: S101 - or it is among the unmeasured
         pieces = curve(self._pieces)
+        piecewise = pieces or curve(self._piece_rows)
+        if piecewise is not None:
+            eager = eager.at_most(piecewise)
         records = [record for record in registry.records() if record.key in {case.key for case in self.curves}]
         by_part = [[each for each in records if each.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
         ran = [each for case in self.curves for each in case.whole]
@@ -400,7 +406,7 @@ class _Plan:
             # A mode without graphs has no times of its own, and is never chosen.
             full=curve(self._full, pieces) or eager,
             mixed=curve(self._mixed, pieces),
-            piecewise=pieces or curve(self._piece_rows) or eager,
+            piecewise=piecewise or eager,
             eager=eager,
             decode_attention=decode,
             prefill_attention=chunks,

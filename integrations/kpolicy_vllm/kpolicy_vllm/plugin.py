@@ -236,6 +236,10 @@ def _device_ready(found: Adapter, original: Callable[..., Any], wrapper: Any) ->
         vars(runner).update(before)
     held_by(wrapper if runner is None else runner, state)
     if everywhere and error is None:
+        with state.guard("not_deferred", "making steps late", "they are made as early as vLLM makes them"):
+            from kpolicy_vllm import defer
+
+            defer.attach(found, wrapper.vllm_config, state)
         return
     why = "another rank couldn't" if error is None else f"{type(error).__name__}: {error}"
     state.counters.warn_once("not_attached", f"vLLM's own rule decides, as kpolicy can't: {why}")

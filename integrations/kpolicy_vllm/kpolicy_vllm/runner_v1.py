@@ -60,8 +60,8 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
         """See `dispatcher_class`.
 
         `facts` is the step that the runner is about to ask for, as (requests, new tokens by request); None where it
-        asks outside of a step. `agreed` is the graph that it was last given where it named the modes itself, as it does
-        once data-parallel ranks agreed.
+        asks outside of a step. `told`, where it is there, is told the policy's answers as they are given. `agreed` is
+        the graph that it was last given where it named the modes itself, as it does once data-parallel ranks agreed.
         """
 
         def __init__(self, vllm_config: Any, state: State) -> None:
@@ -72,6 +72,7 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
             self.off = False
             self.sampling = False
             self.agreed: GraphKey | None = None
+            self.told: Callable[[Any], None] | None = None
             self.beside: dict[tuple[Any, Any], list[Any]] = {}
             self.largest_two: dict[Any, tuple[int, int]] = {}
             self.log: Callable[[Any, tuple[int, Any]], None] | None = None
@@ -204,6 +205,8 @@ def dispatcher_class(base: type[Any], modes: Any, descriptor: Callable[..., Any]
                 else:
                     entry = self.chooser.entry(Step(num_tokens, reqs, decodes))
             entry.count += 1
+            if self.told is not None:
+                self.told(entry)
             if self.log is not None and facts is not None:
                 self.log(entry, facts)
             return entry.result

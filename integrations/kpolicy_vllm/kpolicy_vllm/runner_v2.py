@@ -78,6 +78,7 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
         chooser: Chooser
         deciding: bool
         last: Any
+        told: Callable[[Any], None] | None
         splits: Splits
 
         def take_over(self, state: State) -> None:
@@ -85,6 +86,7 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
             self.state = state
             self.deciding = False
             self.last = None
+            self.told = None
             self.splits = Splits(state.runner, state)
             self._decodes: list[Any] = []
             # Then decode graphs take rows of any lengths to 1 + k, and none are of one length.
@@ -261,6 +263,8 @@ def manager_class(manager: type[Any], base: type[Any], modes: Any, descriptor: C
                 entry = self.chooser.entry(self._step(num_reqs, num_tokens, uniform, loras, longest))
             entry.count += 1
             self.last = entry
+            if self.told is not None:
+                self.told(entry)
             if entry.whole is not self.splits.bounded:
                 self.splits.bound(entry.whole)
             if entry.key is None:

@@ -41,7 +41,7 @@ class Entry:
         reason: why.
     """
 
-    __slots__ = ("count", "decision", "key", "label", "padding", "result", "step", "whole")
+    __slots__ = ("count", "decision", "device_us", "key", "label", "padding", "result", "step", "whole")
 
     def __init__(self, step: Step, result: Any, key: GraphKey | None, decision: Decision | None, reason: str) -> None:
         self.step = step
@@ -49,6 +49,8 @@ class Entry:
         self.key = key
         self.whole = key is not None and key.part is Part.FULL
         self.decision = decision
+        self.device_us: float | None = None
+        """By costs, once it was asked for"""
         self.label = ("eager" if key is None else key.part.value, reason)
         self.padding = 0 if key is None else key.num_tokens - step.num_tokens
         self.count = 0

@@ -28,6 +28,7 @@ OTHER_FILES = (
     "vllm.v1.core.sched.interface",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.gpu.buffer_utils",
 )
 """Of which only signatures are read here; tests of schedulers and buffers have their own modules"""

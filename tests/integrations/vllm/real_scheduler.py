@@ -40,11 +40,16 @@ class _Nothing(SimpleNamespace):
 
 
 @contextmanager
-def schedulers(version: str) -> Iterator[None]:
-    """Import vLLM's schedulers while the context lasts."""
+def schedulers(version: str, further: tuple[str, ...] = ()) -> Iterator[None]:
+    """Import vLLM's schedulers while the context lasts.
+
+    Args:
+        version: the release.
+        further: names of other modules that are real.
+    """
     folder = oracle_folder()
     assert folder is not None
-    with loaded(folder, version, real=REAL, installed=INSTALLED):
+    with loaded(folder, version, real=(*REAL, *(f"vllm.{name}" for name in further)), installed=INSTALLED):
         environment = importlib.import_module("vllm.envs")
         environment.VLLM_PREFIX_CACHE_RETENTION_INTERVAL = None  # type: ignore[attr-defined]
         yield

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from kpolicy.decision import Launch
 from kpolicy.host_speed import launching_takes
 from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part
+from kpolicy.modes import Rows as RowsOf
 from kpolicy.settings import Settings
 from kpolicy_vllm.calibrate import MOST_FULL, MOST_MIXED, MOST_PIECES, calibrate, why_not
 from kpolicy_vllm.ladder import default_sizes
+from kpolicy_vllm.steps import Step, numbers_of
 from kpolicy_vllm.synthetic import Rows
 from kpolicy_vllm.timing import Bench, Case, Times
 from tests.integrations.vllm.fake_runner import HOST_WORK_US, JOIN_US, FakeRunner, FakeState, SimulatedClock, stand_ins
@@ -71,8 +74,8 @@ def test_the_table_is_what_steps_take(monkeypatch: Any) -> None:
 def test_rows_cost_the_same_in_every_mode(monkeypatch: Any) -> None:
     """Decodes and chunks of as many tokens differ in what the head is run for, which isn't a mode's doing."""
     table, _, _ = calibrated(monkeypatch)
-    assert table.eager.at(64) == pytest.approx(500 + 3 * 64, rel=0.03)
-    assert table.eager.at(256) == pytest.approx(500 + 3 * 256, rel=0.03)
+    for size in (64, 256):
+        assert table.eager.at(size) == pytest.approx(450 + 3 * size, rel=0.02)  # its pieces' time
     without, _, _ = calibrated(monkeypatch, keys=KEYS[: len(SIZES)])
     assert without.decode_attention.row_us == pytest.approx(ROW_US, rel=0.1)
     assert without.full.at(64) == pytest.approx(400 + 3 * 64, rel=0.03)
@@ -92,6 +95,29 @@ def test_rows_never_cost_more_than_graphs_rise_with_them(monkeypatch: Any) -> No
     assert table is not None
     assert table.decode_attention.row_us == pytest.approx(3 + ROW_US, rel=0.1)
     assert table.full.at(64) >= table.full.at(1) * 0.98
+
+
+@pytest.mark.parametrize("host_us", [20_000.0, 5000.0])
+def test_an_eager_step_takes_the_device_no_longer_than_its_pieces(monkeypatch: Any, host_us: float) -> None:
+    """It runs their kernels, unpadded: where the device bounds it it wins, and where the host does pieces still do."""
+    truth = cost
+
+    def idle(key: Any, tokens: int, *rest: Any) -> tuple[float, float]:
+        host, device = truth(key, tokens, *rest)
+        return (host, device) if key is not None else (host_us + host - 9000.0, device * (1.1 if tokens > 64 else 1.0))
+
+    monkeypatch.setitem(globals(), "cost", idle)
+    table, _, _ = calibrated(monkeypatch, keys=[*KEYS, GraphKey(Part.PIECEWISE, 2000)])
+    assert table.eager.sizes[-1] == 2048
+    for size in (256, 700, 1024, 1500, 2000):
+        assert table.eager.at(size) == pytest.approx(table.piecewise.at(size), rel=0.01)
+    assert table.eager.at(2048) == pytest.approx(1.1 * 3 * 48 + table.piecewise.at(2000), rel=0.02)
+    step = Step(1800, 1, 0)
+
+    def of(key: GraphKey | None) -> float:
+        return table.cost((Launch(RowsOf.ALL, key),), numbers_of(step, 1)).step_us
+
+    assert (of(None) < of(GraphKey(Part.PIECEWISE, 2000))) is (host_us == 5000.0)
 
 
 @pytest.mark.parametrize(("dearer", "told"), [(1.03, False), (1.2, True)])

@@ -19,6 +19,7 @@ RUNNERS = [
     ("SCHEDULER_0_23", "scheduler"),
     ("SCHEDULER_0_25", "scheduler"),
     ("RANKS", "ranks"),
+    ("ENGINE", "engine"),
     ("TWO_FORWARDS", "two forwards"),
 ]
 

@@ -34,7 +34,7 @@ class Adapter:
         worker_wrapper_class: vLLM's `WorkerWrapperBase`.
         attach: ``attach(runner, state)`` gives a runner of either kind kpolicy's decisions.
         signatures: the recorded parameters that kpolicy relies on, by ``module:name``: of the configuration, of what
-            `attach` changes in each runner, and of what SPLIT and bounded steps need besides.
+            `attach` changes in each runner, and of what SPLIT, bounded steps and late ones need besides.
     """
 
     version: str
@@ -47,7 +47,7 @@ class Adapter:
         """Hold vLLM's live signatures to the recorded ones.
 
         Args:
-            part: ``config``, ``v1``, ``v2``, ``scheduler``, ``ranks`` or ``two forwards``.
+            part: ``config``, ``v1``, ``v2``, ``scheduler``, ``ranks``, ``engine`` or ``two forwards``.
 
         Raises:
             UnsupportedError: one differs, or there is no record for this release.

@@ -12,6 +12,7 @@ from importlib import import_module
 
 __all__ = [
     "CONFIG",
+    "ENGINE",
     "RANKS",
     "SCHEDULER_0_23",
     "SCHEDULER_0_25",
@@ -48,6 +49,15 @@ SCHEDULER_0_25: dict[str, tuple[str, ...]] = {
 }
 """0.33's too"""
 RANKS: dict[str, tuple[str, ...]] = {"vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop": ("self",)}
+ENGINE: dict[str, tuple[str, ...]] = {
+    "vllm.v1.engine.core:EngineCoreProc._process_input_queue": ("self",),
+    "vllm.v1.engine.core:EngineCoreProc.is_running": ("self",),
+    "vllm.v1.engine.core:EngineCore.step_with_batch_queue": ("self",),
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model": ("self", "scheduler_output", "non_block"),
+    "vllm.v1.executor.uniproc_executor:UniProcExecutor.sample_tokens": ("self", "grammar_output", "non_block"),
+    "vllm.v1.executor.uniproc_executor:AsyncOutputFuture.__init__": ("self", "async_output", "single_value"),
+    f"{_SCHEDULER}.update_from_output": ("self", "scheduler_output", "model_runner_output"),
+}
 TWO_FORWARDS: dict[str, tuple[str, ...]] = {"vllm.v1.worker.gpu.buffer_utils:set_default_max_concurrency": ("n",)}
 
 _DISPATCH = ("self", "num_tokens", "uniform_decode", "has_lora", "num_active_loras", "valid_modes", "invalid_modes")

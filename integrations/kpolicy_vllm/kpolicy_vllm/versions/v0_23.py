@@ -9,7 +9,7 @@ from kpolicy_vllm import kunlun
 from kpolicy_vllm.state import State
 from kpolicy_vllm.versions import Adapter
 from kpolicy_vllm.versions.names import Names
-from kpolicy_vllm.versions.signatures import CONFIG, RANKS, SCHEDULER_0_23, TWO_FORWARDS, V1_0_23, V2_0_23
+from kpolicy_vllm.versions.signatures import CONFIG, ENGINE, RANKS, SCHEDULER_0_23, TWO_FORWARDS, V1_0_23, V2_0_23
 
 __all__ = ["make"]
 
@@ -27,6 +27,7 @@ def make() -> Adapter:
             "v2": V2_0_23,
             "scheduler": SCHEDULER_0_23,
             "ranks": RANKS,
+            "engine": ENGINE,
             "two forwards": TWO_FORWARDS,
         },
     )

@@ -8,7 +8,7 @@ from typing import Any
 from kpolicy_vllm.state import State
 from kpolicy_vllm.versions import Adapter
 from kpolicy_vllm.versions.names import Names
-from kpolicy_vllm.versions.signatures import CONFIG, RANKS, SCHEDULER_0_25, TWO_FORWARDS, V1_0_33, V2_0_33
+from kpolicy_vllm.versions.signatures import CONFIG, ENGINE, RANKS, SCHEDULER_0_25, TWO_FORWARDS, V1_0_33, V2_0_33
 
 __all__ = ["make"]
 
@@ -26,6 +26,7 @@ def make() -> Adapter:
             "v2": V2_0_33,
             "scheduler": SCHEDULER_0_25,
             "ranks": RANKS,
+            "engine": ENGINE,
             "two forwards": TWO_FORWARDS,
         },
     )

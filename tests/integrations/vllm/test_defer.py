@@ -1,0 +1,734 @@
+"""Steps that are made late: the rule, on a simulated host and device."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import random
+import weakref
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+from benchmarks.vllm import child
+from kpolicy.modes import Part
+from kpolicy_vllm import defer
+from kpolicy_vllm.config import Config
+from kpolicy_vllm.defer import CAME_S, MOST_MARGIN_S, REST_S, SETTLED, Deferral, why_not
+from kpolicy_vllm.state import State
+from tests.integrations.vllm.engine_loop import (
+    COSTS,
+    DECODES_US,
+    HOST_S,
+    LAUNCH_S,
+    PREPARE_S,
+    SAMPLE_S,
+    UPDATE_S,
+    Kind,
+    Machine,
+    Plain,
+    deferring,
+    plain_engine,
+    request_of,
+    state_of_machine,
+    turns,
+    vllm_config,
+)
+
+
+def engine_on(machine: Machine, **given: Any) -> tuple[Plain, State, Deferral]:
+    engine, state = plain_engine(vllm_config(), machine, **given)
+    deferral = deferring(engine, state, machine)
+    deferral.came_s = math.inf  # requests come all the time
+    return engine, state, deferral
+
+
+def settled(machine: Machine, steps: int = 100, **given: Any) -> tuple[Plain, State, Deferral]:
+    """An engine that has run so many steps of decodes."""
+    engine, state, deferral = engine_on(machine, **given)
+    for _ in turns(engine, steps):
+        pass
+    return engine, state, deferral
+
+
+NEEDED_S = HOST_S + LAUNCH_S["full"] + SAMPLE_S
+"""For a step of decodes, whose tokens the host then waits for in time"""
+
+
+# The rule
+
+
+def test_a_step_is_begun_when_the_host_s_time_for_it_is_left() -> None:
+    """So long before the running one ends, and a margin; the device is never without work, nor are steps fewer."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    steps = engine.model_executor.steps
+    for _ in turns(engine, 20):
+        pass
+    sampled_s = steps[-1][0] + SAMPLE_S
+    assert machine.device_s - 1e-6 * DECODES_US - sampled_s == pytest.approx(deferral.margin_s, abs=1e-4)
+    assert deferral.lead_s == pytest.approx(NEEDED_S, rel=0.01)
+    assert state.counters.counts["deferred_late"] == 0
+    assert deferral._judged >= state.counters.counts["deferred_steps"] - 1
+    assert state.counters.counts["deferred_steps"] >= 120 - SETTLED - 2
+    waited_s = 1e-6 * DECODES_US - deferral.lead_s - deferral.margin_s
+    assert state.counters.counts["deferred_ms"] == pytest.approx(1e3 * waited_s * 120, rel=0.25)
+    assert machine.idle_s < 3e-3  # before the first
+    assert steps[-1][0] == pytest.approx(1e-6 * DECODES_US * 119, rel=0.01)
+
+
+def test_who_arrives_meanwhile_is_in_the_next_step() -> None:
+    """Without the wait a request that comes in the first half of a step waits for the one after next."""
+
+    def step_of(late: bool) -> int:
+        machine = Machine()
+        engine, state = plain_engine(vllm_config(), machine)
+        if late:
+            deferring(engine, state, machine).came_s = math.inf
+        for _ in turns(engine, 60):
+            pass
+        # In the first half of the step that runs once this one's tokens are there.
+        begun_s, before = machine.time_s, len(engine.model_executor.steps)
+        machine.arrivals.append((begun_s + 0.4e-6 * DECODES_US, (Kind.ADD, request_of("new", 100))))
+        for _ in turns(engine, 4):
+            pass
+        return next(
+            place for place, (_, output) in enumerate(engine.model_executor.steps[before:])
+            if "new" in output.num_scheduled_tokens
+        )  # fmt: skip
+
+    assert (step_of(late=False), step_of(late=True)) == (1, 0)
+
+
+@pytest.mark.parametrize("slower", [0.7, 1.0, 1.8])
+def test_what_steps_take_is_learned(slower: float) -> None:
+    """Costs leave out what attention reads, and are of another moment: steps of its kind tell."""
+    machine = Machine(slower=slower, noise=0.01)
+    engine, state, deferral = settled(machine, 400)
+    counts = state.counters.counts
+    assert counts["deferred_late"] <= 0.03 * counts["deferred_steps"]
+    assert machine.idle_s < 0.005 * machine.time_s
+    assert counts["deferred_ms"] > 0.6 * 400 * (1e-3 * DECODES_US * slower - 1e3 * NEEDED_S - 1)
+    assert deferral.margin_s < 2e-3
+    assert engine is not None
+
+
+def test_late_ones_are_one_in_a_hundred_where_the_host_is_unsteady() -> None:
+    """The margin grows at once, and shrinks slowly; what is late costs next to nothing."""
+    machine = Machine(noise=0.02)
+    engine, state, _ = settled(machine)
+    uneven, execute = random.Random(2), engine.model_executor.execute_model  # noqa: S311
+
+    def slow_now_and_then(output: Any, non_block: bool = False) -> Any:
+        machine.work(uneven.choice([0.0] * 40 + [1e-3]))
+        return execute(output, non_block)
+
+    engine.model_executor.execute_model = slow_now_and_then
+    before_s, idle_s = machine.time_s, machine.idle_s
+    late, steps = (state.counters.counts[name] for name in ("deferred_late", "deferred_steps"))
+    for _ in turns(engine, 3000):
+        pass
+    assert state.counters.counts["deferred_late"] - late <= 0.02 * (state.counters.counts["deferred_steps"] - steps)
+    assert machine.idle_s - idle_s < 0.002 * (machine.time_s - before_s)
+
+
+def test_it_rests_where_many_are_late(caplog: pytest.LogCaptureFixture) -> None:
+    """For a while, then it tries again: said once, and counted."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    counts = state.counters.counts
+    for times in (1, 2):
+        with caplog.at_level(logging.WARNING):
+            for turn in range(64):
+                deferral._judge(late=turn % 6 == 0)
+        assert counts["deferred_late_often"] == times
+        assert deferral.margin_s == MOST_MARGIN_S
+        deferral.margin_s, began_s, before = 1e-3, machine.time_s, counts["deferred_steps"]
+        while machine.time_s < began_s + 0.98 * REST_S:
+            for _ in turns(engine, 1):
+                pass
+        assert counts["deferred_steps"] == before
+        for _ in turns(engine, 100):
+            pass
+        assert counts["deferred_steps"] > before + 50
+    assert len([each for each in caplog.records if "launched late" in each.message]) == 1
+
+
+def test_a_margin_that_leaves_no_wait_shrinks() -> None:
+    """What was late for a while isn't for ever."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    deferral.margin_s, before = MOST_MARGIN_S, state.counters.counts["deferred_steps"]
+    for _ in turns(engine, 800):
+        pass
+    assert 0 < state.counters.counts["deferred_steps"] - before < 700
+
+
+def test_a_step_that_ends_early_ends_the_wait() -> None:
+    """The device has nothing to do then; that is late, and the margin grows."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    margin_s = deferral.margin_s
+    machine.slower = 0.5
+    for _ in turns(engine, 1):
+        pass
+    ended_s = machine.device_s
+    engine.process()
+    assert machine.time_s <= ended_s + 0.3e-3
+    engine.step()
+    assert state.counters.counts["deferred_late"] == 1
+    assert deferral.margin_s >= 0.98 * margin_s + 0.5e-3
+
+
+# Prompts, whose steps run in pieces or eagerly
+
+
+def served(
+    machine: Machine, *, every: int, late: bool = True, pieces: bool = False, tokens: int = 300, steps: int = 600
+) -> tuple[float, State, Deferral | None]:
+    """Steps a second, with a prompt in one of so many."""
+    engine, state = plain_engine(vllm_config(), machine)
+    engine.model_executor._pieces = pieces
+    deferral = deferring(engine, state, machine) if late else None
+    for turn in turns(engine, steps):
+        if turn % every == 0:
+            machine.input_queue.put((Kind.ADD, request_of(f"p{turn}", tokens)))
+            engine.running = engine.running[:8]
+    return steps / machine.time_s, state, deferral
+
+
+def as_quick(least: float = 0.998, load: Any = None, **machine: Any) -> tuple[State, Deferral]:
+    """What the host learned, where steps are as many a second as without waiting."""
+    stock, _, _ = served(Machine(noise=0.01, **machine), late=False, **load)
+    own, state, deferral = served(Machine(noise=0.01, **machine), **load)
+    assert deferral is not None
+    assert not state.counters.counts["defer_failed"]
+    assert own > least * stock
+    return state, deferral
+
+
+def launching(times: float) -> dict[str, float]:
+    return {kind: took_s * (1.0 if kind == "full" else times) for kind, took_s in LAUNCH_S.items()}
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("prompts", [0.7, 0.9, 1.0])
+@pytest.mark.parametrize("rest_s", [0.5e-3, 1e-3, 1.5e-3])
+def test_launches_that_hide_behind_the_step_before_still_do(
+    pieces: bool, every: int, prompts: float, rest_s: float
+) -> None:
+    """The host takes 12 ms for an eager one, and up to 3 for what follows: no wait spends what hides those."""
+    load = {"every": every, "pieces": pieces}
+    state, deferral = as_quick(load=load, prompts=prompts, sample_s=rest_s, update_s=rest_s)
+    if pieces:
+        assert state.counters.counts["deferred_steps"] > 250
+        assert deferral.lead_s < NEEDED_S + 2 * rest_s
+        assert state.counters.counts["deferred_late"] <= 0.02 * state.counters.counts["deferred_steps"]
+
+
+@pytest.mark.parametrize("times", [0.5, 0.8, 1.2, 1.5])
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("every", [2, 5, 20])
+def test_what_launching_takes_is_measured(times: float, pieces: bool, every: int) -> None:
+    """Costs may have it otherwise."""
+    state, _ = as_quick(load={"every": every, "pieces": pieces}, launch_s=launching(times))
+    if pieces or times == 0.5:
+        assert state.counters.counts["deferred_steps"] > 250
+
+
+@pytest.mark.parametrize(("times", "prompts"), [(0.8, 0.9), (0.8, 1.0), (1.0, 0.9)])
+@pytest.mark.parametrize("update_s", [2e-3, 3e-3])
+def test_the_host_s_whole_turn_counts(times: float, prompts: float, update_s: float) -> None:
+    """Taking tokens in too: no step is late before that is found out."""
+    state, _ = as_quick(
+        load={"every": 5}, prompts=prompts, launch_s=launching(times), sample_s=0.3e-3, update_s=update_s
+    )
+    assert not state.counters.counts["deferred_late"]
+
+
+def test_what_the_device_waits_for_is_not_what_a_step_takes() -> None:
+    """A step that ends with its last launch tells nothing slower, or the host would seem to be quick enough."""
+    _, deferral = as_quick(load={"every": 5}, prompts=0.3)
+    assert {kind: ratio for kind, ratio in deferral._ratio.items() if isinstance(kind, int) and ratio > 0.9} == {}
+
+
+def test_a_wait_that_ended_late_is_the_host_s() -> None:
+    """As where what came in shortly before took long to take in."""
+    machine = Machine()
+    engine, _, deferral = settled(machine)
+    due_s = machine.device_s - deferral.lead_s - deferral.margin_s
+    machine.arrivals.append((due_s - 0.5e-3, (Kind.ABORT, None)))
+
+    def take_in() -> None:
+        if not machine.input_queue.empty():
+            machine.work(2e-3)
+            engine._process_input_queue()
+
+    deferral.process(take_in)
+    engine.step()
+    engine.process()
+    assert deferral.lead_s > NEEDED_S + 1.2e-3
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_first_launch_of_a_step_comes_after_the_answer(pieces: bool) -> None:
+    """Runners prepare a step in between: as long as those of whole graphs took, which are launched at once."""
+    machine = Machine()
+    engine, _, deferral = settled(machine, 600)
+    engine.model_executor._pieces = pieces
+    machine.input_queue.put((Kind.ADD, request_of("new", 300)))
+    for _ in turns(engine, 1):
+        pass
+    step = deferral._steps[-1]
+    assert step.first_s - step.ahead_s == pytest.approx(PREPARE_S + LAUNCH_S["full"], rel=0.02)
+
+
+@pytest.mark.parametrize("every", [50, 100, 200])
+@pytest.mark.parametrize("prompts", [0.7, 0.9])
+def test_prompts_that_are_rare_cost_little(every: int, prompts: float) -> None:
+    """What the host needs for one is forgotten by the next, at worst."""
+    as_quick(0.995, load={"every": every, "steps": 2000}, prompts=prompts)
+
+
+@pytest.mark.parametrize("prompts", [0.6, 0.8, 1.3])
+@pytest.mark.parametrize(("pieces", "every", "times"), [(True, 1, 1.0), (True, 3, 1.0), (False, 3, 0.5)])
+def test_what_steps_with_prompts_take_is_learned(prompts: float, pieces: bool, every: int, times: float) -> None:
+    """Where the host waits too, and its launches end after the step before."""
+    load = {"every": every, "pieces": pieces}
+    _, deferral = as_quick(load=load, prompts=prompts, launch_s=launching(times))
+    found = [ratio for kind, ratio in deferral._ratio.items() if getattr(kind, "part", None) is not Part.FULL]
+    assert found == [pytest.approx(prompts, abs=0.12)]
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_launch_bit_by_bit_is_late_where_the_device_had_nothing_to_do(pieces: bool) -> None:
+    """Though it has long work once the launch is over."""
+    machine = Machine(launch_s=launching(0.5))
+    engine, state, deferral = settled(machine)
+    engine.model_executor._pieces = pieces
+    margin_s = deferral.margin_s
+    machine.slower = 0.5
+    for _ in turns(engine, 1):
+        pass
+    machine.arrivals.append((machine.time_s + 1e-3, (Kind.ADD, request_of("new", 300))))
+    for _ in turns(engine, 1):
+        pass
+    assert machine.idle_s > 1e-3
+    assert state.counters.counts["deferred_late"] == 1
+    assert deferral.margin_s > 1.4 * margin_s
+
+
+def test_the_step_after_is_late_where_a_wait_put_that_off() -> None:
+    """Though the device was still at work when the one that waited was launched."""
+    machine = Machine(launch_s=launching(1.5))
+    engine, state, _ = settled(machine)
+    machine.arrivals.append((machine.time_s + 1e-3, (Kind.ADD, request_of("new", 100))))
+    idle_s = machine.idle_s
+    for _ in turns(engine, 1):
+        pass
+    assert machine.idle_s == idle_s
+    assert state.counters.counts["deferred_late"] == 0
+    for _ in turns(engine, 1):
+        pass
+    assert machine.idle_s > idle_s
+    assert state.counters.counts["deferred_late"] == 1
+
+
+def test_a_step_ends_after_its_launches() -> None:
+    """Whatever the device takes for it."""
+    machine = Machine(prompts=0.2)
+    engine, _, deferral = settled(machine)
+    machine.input_queue.put((Kind.ADD, request_of("new", 10)))
+    engine.process()
+    engine.step()
+    launched = deferral._steps[-1]
+    assert deferral._device_s(launched) == pytest.approx(0.9e-6 * launched.costs_us)  # none like it was seen
+    assert deferral._end_s(launched) == launched.until_s == engine.model_executor.steps[-1][0] + SAMPLE_S
+
+
+def test_there_is_no_wait_where_the_host_takes_longer_than_the_device() -> None:
+    """Its whole turn counts, not only until a step is launched."""
+    machine = Machine(update_s=6e-3)
+    engine, state, _ = settled(machine, 300)
+    assert not state.counters.counts["deferred_steps"]
+    machine.update_s = 1e-3
+    for _ in turns(engine, 200):
+        pass
+    before = state.counters.counts["deferred_steps"]
+    assert before > 50
+    machine.update_s = 6e-3
+    for _ in turns(engine, 200):
+        pass
+    assert state.counters.counts["deferred_steps"] <= before + 3
+
+
+def test_tokens_are_looked_for_in_time() -> None:
+    """Sampling is launched before the running step ends, so that its tokens aren't held back."""
+    machine = Machine(sample_s=2e-3)
+    engine, state, _ = settled(machine)
+    late = []
+    original = engine.model_executor.sample_tokens
+
+    def sample_tokens(*given: Any, **named: Any) -> Any:
+        ends_s = engine.batch_queue[-1][0].async_output.ends_s
+        result = original(*given, **named)
+        late.append(machine.time_s - ends_s)
+        return result
+
+    engine.model_executor.sample_tokens = sample_tokens
+    for _ in turns(engine, 50):
+        pass
+    assert max(late) < 0
+    assert state.counters.counts["deferred_steps"] > 100
+
+
+def test_a_quicker_step_counts_for_more_than_a_slower_one() -> None:
+    """Steps that end sooner than expected are late ones."""
+    quicker, slower = Machine(), Machine()
+    for machine, slow in ((quicker, 0.6), (slower, 1.4)):
+        engine, _, deferral = settled(machine)
+        machine.slower = slow
+        for _ in turns(engine, 6):
+            pass
+        (ratio,) = deferral._ratio.values()
+        assert (abs(ratio - slow) < 0.05) is (slow == 0.6)
+        for _ in turns(engine, 40):
+            pass
+        (ratio,) = deferral._ratio.values()
+        assert ratio == pytest.approx(slow, abs=0.05)
+
+
+# What ends a wait, and where there is none
+
+
+@pytest.mark.parametrize(("kind", "waits"), [(Kind.UTILITY, False), (Kind.ABORT, True), (Kind.ADD, True)])
+def test_other_than_requests_and_aborts_end_the_wait(kind: Kind, waits: bool) -> None:
+    """A call that pauses, sleeps or changes weights is handled as soon as the loop comes to it."""
+    machine = Machine()
+    engine, _, deferral = settled(machine)
+    comes_s, begun = machine.time_s + 1e-3, len(machine.slept)
+    machine.arrivals.append((comes_s, (kind, request_of("new", 10))))
+    engine.process()
+    handled_s, what = engine.handled[-1]
+    assert what is kind
+    assert handled_s - comes_s < 0.3e-3
+    assert (machine.time_s > comes_s + 2e-3) is waits
+    assert len(machine.slept) > begun
+    assert deferral.margin_s > 0
+
+
+def test_requests_that_never_stop_coming_dont_keep_it_waiting() -> None:
+    """Each is taken in as it comes, until the step is due."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    taken, ends_s = [0], machine.time_s + 1e-6 * DECODES_US
+
+    def take_in() -> None:
+        taken[0] += 1
+        machine.work(1e-4)
+        machine.input_queue.put((Kind.ADD, request_of(str(taken), 1)))
+
+    machine.input_queue.put((Kind.ADD, request_of("first", 1)))
+    deferral.process(take_in)
+    assert taken[0] > 20
+    assert machine.time_s < ends_s - deferral.lead_s
+    assert state.counters.counts["defer_failed"] == 0
+    assert engine.batch_queue
+
+
+def test_there_are_waits_only_while_requests_come() -> None:
+    """Who generates offline gains nothing by them."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    deferral.came_s, counts = machine.time_s, state.counters.counts
+    before = counts["deferred_steps"]
+    for _ in turns(engine, int(3e6 / DECODES_US)):
+        pass
+    assert counts["deferred_steps"] - before == pytest.approx(1e6 * CAME_S / DECODES_US, abs=2)
+    before = counts["deferred_steps"]
+    machine.input_queue.put((Kind.ADD, request_of("new", 1)))
+    for _ in turns(engine, 10):
+        pass
+    assert counts["deferred_steps"] >= before + 8
+
+
+@pytest.mark.parametrize("where", ["update_s", "sample_s", "launch"])
+@pytest.mark.parametrize("pause_s", [0.05, 1.0, 5.0])
+def test_one_pause_of_the_host_ends_waits_for_a_while(where: str, pause_s: float) -> None:
+    """For some tens of steps, however long it was."""
+    machine = Machine(launch_s=dict(LAUNCH_S))
+    engine, state, _ = settled(machine)
+    if where == "launch":
+        machine.launch_s["full"] += pause_s
+    else:
+        setattr(machine, where, getattr(machine, where) + pause_s)
+    for _ in turns(engine, 1):
+        pass
+    machine.launch_s, machine.sample_s, machine.update_s = dict(LAUNCH_S), SAMPLE_S, UPDATE_S
+    before = state.counters.counts["deferred_steps"]
+    for _ in turns(engine, 80):
+        pass
+    assert state.counters.counts["deferred_steps"] > before + 15
+
+
+def test_an_engine_that_was_idle_waits_at_once() -> None:
+    """The time without requests isn't the host's."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    lead_s, before = deferral.lead_s, state.counters.counts["deferred_steps"]
+    for _ in range(3):
+        future, output, _ = engine.batch_queue.pop()
+        future.result()
+        engine.update_from_output(output, None)
+        deferral.process(lambda: machine.work(3.0))
+        for _ in range(8):
+            engine.step()
+            engine.process()
+    assert deferral.lead_s == pytest.approx(lead_s, rel=0.01)
+    assert state.counters.counts["deferred_steps"] >= before + 15
+    assert not state.counters.counts["deferred_late"]
+
+
+def test_a_loop_that_does_not_ask_teaches_nothing() -> None:
+    """Steps that are made without the wait's method, as the benchmark's greedy ones."""
+    machine = Machine()
+    engine, state, deferral = engine_on(machine)
+    for _ in range(50):
+        engine.step()
+    assert (deferral.lead_s, deferral._seen) == (0.0, 0)
+    for _ in turns(engine, 100):
+        pass
+    assert deferral.lead_s == pytest.approx(NEEDED_S, rel=0.2)
+    before = state.counters.counts["deferred_steps"]
+    assert before > 60
+    for _ in range(50):
+        machine.work(0.1)
+        engine.step()
+    engine.process()
+    assert deferral.lead_s == pytest.approx(NEEDED_S, rel=0.2)
+
+
+def test_nothing_of_a_step_is_kept_once_its_tokens_are_there() -> None:
+    """vLLM's step refers to requests' prompts."""
+    machine = Machine()
+    engine, _, deferral = settled(machine)
+    future, output, _ = engine.batch_queue.pop()
+    future.result()
+    engine.update_from_output(output, None)
+    kept = weakref.ref(output)
+    engine.model_executor.steps.clear()
+    engine.model_executor._tokens = None
+    del future, output
+    gc.collect()
+    assert kept() is None
+    assert deferral.lead_s
+
+
+def test_a_step_whose_tokens_nobody_asks_for_is_forgotten() -> None:
+    """What came of it isn't known, and those after it are waited behind as ever."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+    engine.batch_queue.clear()
+    before = state.counters.counts["deferred_steps"]
+    for _ in turns(engine, 30):
+        pass
+    assert len(deferral._steps) == 1
+    assert state.counters.counts["deferred_steps"] > before + 20
+    assert not state.counters.counts["defer_failed"]
+
+
+def test_a_queue_by_priority_is_not_gone_over() -> None:
+    """To iterate it is to copy and sort it."""
+
+    class Heap:
+        def __len__(self) -> int:
+            return 3
+
+        def peek_request(self) -> Any:
+            return request_of("first", self.first)
+
+        first = 100
+
+    machine = Machine()
+    engine, _, deferral = settled(machine)
+    engine.waiting = Heap()
+    assert not deferral._full()
+    Heap.first = 5000
+    assert deferral._full()
+    engine.waiting = deque(request_of(str(i), 1000) for i in range(20))
+    assert deferral._full()
+
+
+def test_a_shutdown_ends_the_wait_and_none_begins() -> None:
+    """What is under way is served as vLLM serves it."""
+    machine = Machine()
+    engine, _, _ = settled(machine)
+    engine.stopping, begun_s = True, machine.time_s
+    engine.process()
+    assert machine.time_s == begun_s
+
+
+def test_it_does_not_wait_where_none_who_comes_could_be_in_the_step() -> None:
+    """Prompts in line fill the step, or every place is taken."""
+    machine = Machine()
+    engine, state, _ = settled(machine)
+
+    def waited() -> bool:
+        before = state.counters.counts["deferred_steps"]
+        engine.process()
+        now = state.counters.counts["deferred_steps"]
+        engine.step()
+        return now > before
+
+    assert waited()
+    engine.waiting = [request_of("a", 3000), request_of("b", 2000)]
+    assert not waited()
+    engine.running = engine.running[:8]
+    for _ in turns(engine, 3):
+        pass
+    engine.waiting = [request_of("a", 500)]
+    assert waited()
+    engine.running = [request_of(str(i), 1) for i in range(64)]
+    for each in engine.running:
+        each.num_computed_tokens = 1
+    assert not waited()
+
+
+@pytest.mark.parametrize(
+    "case", ["no costs", "made-up costs", "no answer", "a future of another kind", "fewer steps", "short steps"]
+)
+def test_it_does_not_wait_for_what_it_knows_nothing_of(case: str) -> None:
+    """Steps whose end can't be expected, or seen, are followed as vLLM follows them."""
+    machine = Machine()
+    if case == "short steps":
+        machine.slower = 0.2
+    engine, state, _ = engine_on(machine)
+    steps = 60
+    if case == "no costs":
+        state.costs = None
+    elif case == "made-up costs":
+        state.costs = attrs.evolve(COSTS, measured=False)
+    elif case == "fewer steps":
+        steps = SETTLED
+    elif case == "a future of another kind":
+        engine.model_executor._future = lambda tokens, _: SimpleNamespace(result=tokens.get_output)
+    elif case == "no answer":
+        engine.model_executor.execute_model.__wrapped__.__self__.answers = False
+    for _ in turns(engine, steps):
+        pass
+    if case == "short steps":
+        before = state.counters.counts["deferred_steps"]
+        for _ in turns(engine, 100):
+            pass
+        assert state.counters.counts["deferred_steps"] <= before + 2
+    else:
+        assert not state.counters.counts["deferred_steps"]
+        assert not machine.slept
+
+
+@pytest.mark.parametrize(
+    "broken", ["_due_s", "_waits", "_launching", "_answered", "_launched", "_sampled", "_ended", "_turned", "_count"]
+)
+def test_an_error_ends_it_and_not_serving(monkeypatch: Any, caplog: pytest.LogCaptureFixture, broken: str) -> None:
+    """One warning, and the loop goes on as vLLM's."""
+    machine = Machine()
+    engine, state, deferral = settled(machine)
+
+    def failing(*_: Any) -> Any:
+        raise ZeroDivisionError("made up")
+
+    monkeypatch.setattr(deferral, broken, failing)
+    with caplog.at_level(logging.WARNING):
+        for _ in turns(engine, 10):
+            pass
+    assert state.counters.counts["defer_failed"] == 1
+    assert len(caplog.records) == 1
+    before = len(machine.slept)
+    for _ in turns(engine, 10):
+        pass
+    assert len(machine.slept) == before
+
+
+def test_an_error_of_vllm_s_own_is_its_own() -> None:
+    """What its input method raises in a wait isn't swallowed: an executor that failed ends the engine."""
+    machine = Machine()
+    engine, state, _ = settled(machine)
+
+    def dead() -> None:
+        raise RuntimeError("Executor failed.")
+
+    engine._process_input_queue = dead  # type: ignore[method-assign]
+    machine.arrivals.append((machine.time_s + 1e-3, (Kind.ADD, request_of("new", 10))))
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        engine.process()
+    assert not state.counters.counts["defer_failed"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "given", "reason"),
+    [
+        ({}, {}, None),
+        ({"distributed_executor_backend": "mp"}, {}, "processes of their own"),
+        ({"world_size": 2, "distributed_executor_backend": "external_launcher"}, {}, "schedule alike"),
+        ({"data_parallel_size": 2}, {}, "data-parallel"),
+        ({"async_scheduling": False}, {}, "asynchronous"),
+        ({"pipeline_parallel_size": 2}, {}, "two steps"),
+        ({"max_concurrent_batches": 3}, {}, "two steps"),
+        ({"speculative_config": SimpleNamespace(num_speculative_tokens=2)}, {}, "drafts"),
+        ({"kv_transfer_config": object()}, {}, "connector"),
+        ({"ec_transfer_config": object()}, {}, "connector"),
+        ({}, {"policy": "full_and_piecewise"}, "reads no costs"),
+        ({}, {"split": True}, "split"),
+    ],
+)
+def test_where_it_cannot_be_had_it_says_why(changed: Any, given: Any, reason: str | None) -> None:
+    """Everything else of vLLM's is as without it."""
+    config = vllm_config(**changed)
+    found = why_not(config, state_of_machine(config, **given))
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize(("setting", "warned"), [(None, 0), (True, 1), (False, 0)])
+def test_only_who_asks_for_it_is_told_that_it_cannot_be_had(setting: bool | None, warned: int) -> None:
+    """By default it is had where it can be."""
+    state = state_of_machine(vllm_config(), defer=setting)
+    defer.attach(None, vllm_config(data_parallel_size=2), state)
+    assert state.counters.counts["not_deferred"] == warned
+
+
+def test_the_setting_is_read() -> None:
+    """By default where it can be had."""
+    assert Config().defer is None
+    assert Config.load({"kpolicy": {"defer": False}}, {}).defer is False  # type: ignore[union-attr]
+
+
+def test_a_loop_of_one_s_own_waits_as_the_engine_core_would(monkeypatch: Any) -> None:
+    """The benchmark's: what has come by then is added, and stock is left alone."""
+    machine = Machine()
+    engine, state = plain_engine(vllm_config(), machine)
+    core = SimpleNamespace(
+        vllm_config=engine.vllm_config, scheduler=engine, model_executor=engine.model_executor,
+        batch_queue=engine.batch_queue, batch_queue_size=2,
+    )  # fmt: skip
+    monkeypatch.setattr(defer, "state_of", lambda _: state)
+    incoming = child.Incoming()
+    for additional in ({}, {"kpolicy": False}, None):
+        engine.vllm_config.additional_config = additional
+        assert child.waiting(core, incoming) is None
+    engine.vllm_config.additional_config = {"kpolicy": {}}
+    waits = child.waiting(core, incoming)
+    waits._now, waits._sleep, waits.came_s = machine.now, machine.sleep, math.inf
+    taken: list[float] = []
+    for _ in range(60):
+        waits.process(lambda: None)
+        engine.step()
+    comes_s = machine.time_s + 1e-3
+    incoming.due = lambda: not taken and machine.time_s >= comes_s
+    waits.process(lambda: taken.append(machine.time_s) if incoming.due() else None)
+    assert taken == [pytest.approx(comes_s, abs=3e-4)]
+    assert machine.time_s > comes_s + 2e-3
