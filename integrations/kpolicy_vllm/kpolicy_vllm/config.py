@@ -45,8 +45,8 @@ class Config:
         follow_host: bring costs to the speed that the host has while it serves.
         first_token_limit: prompts may take so many times the best for them where the gap is weighed too.
         pace: bound steps that have decodes by what the gap is worth; None bounds them where the objective weighs it.
-        defer: make the next step late, so that requests which arrive meanwhile are in it; None does so where that can
-            be, and says nothing where it can't.
+        defer: make the next step late, so that requests which arrive meanwhile are in it. First tokens are sooner so
+            and the slowest gaps longer (docs/measured_vllm.md).
         split: let the scheduler run decodes and prompt chunks in steps of their own where that costs less.
         split_decodes: most decode-only steps between two steps with prompt chunks.
         first_token_ms: a prompt may wait at most this long for decode-only steps, where more than one is allowed.
@@ -74,7 +74,7 @@ class Config:
     follow_host: bool = True
     first_token_limit: float = 1.25
     pace: bool | None = None
-    defer: bool | None = None
+    defer: bool = False
     split: bool = False
     split_decodes: int = 1
     first_token_ms: float | None = None

@@ -94,7 +94,7 @@ def why_not(vllm_config: Any, state: State | None = None) -> str | None:
 
 
 def attach(found: Any, vllm_config: Any, state: State) -> None:
-    """Have the engine core of this process make steps late, where that can be and the user doesn't say otherwise.
+    """Have the engine core of this process make steps late, where the user asks for that and it can be.
 
     Its input method is wrapped once in a process. Other engines' pass through.
 
@@ -103,7 +103,7 @@ def attach(found: Any, vllm_config: Any, state: State) -> None:
         vllm_config: vLLM's.
         state: the integration's.
     """
-    if state.config.defer is False:
+    if not state.config.defer:
         return
     why = why_not(vllm_config, state)
     if why is None:
@@ -112,8 +112,7 @@ def attach(found: Any, vllm_config: Any, state: State) -> None:
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine is left alone
             why = str(error)
     if why is not None:
-        if state.config.defer:
-            state.counters.warn_once("not_deferred", f"steps are made as early as vLLM makes them: {why}.")
+        state.counters.warn_once("not_deferred", f"steps are made as early as vLLM makes them: {why}.")
         return
     engine = importlib.import_module(_ENGINE).EngineCoreProc
     original = engine._process_input_queue
@@ -140,7 +139,7 @@ def made_for(engine: Any) -> Deferral | None:
     """
     made = None
     state = state_of(engine.vllm_config)
-    if state is not None and state.config.defer is not False:
+    if state is not None and state.config.defer:
         with state.guard("not_deferred", "making steps late", "they are made as early as vLLM makes them"):
             if why_not(engine.vllm_config, state) is None and getattr(engine, "batch_queue_size", 1) == _UNDER_WAY:
                 deferral = Deferral(engine, state)

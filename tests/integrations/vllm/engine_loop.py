@@ -202,7 +202,7 @@ class Executor:
 
 def state_of_machine(config: Any, **given: Any) -> State:
     """A state that decides by `COSTS`."""
-    state = State(Config(**given), settings_of(config))
+    state = State(Config(**{"defer": True} | given), settings_of(config))
     state.dispatcher = SimpleNamespace(told=None, refresh=lambda: None)
     state.costs, state.captured = COSTS, True
     return state

@@ -693,18 +693,17 @@ def test_where_it_cannot_be_had_it_says_why(changed: Any, given: Any, reason: st
     assert found is None if reason is None else reason in str(found)
 
 
-@pytest.mark.parametrize(("setting", "warned"), [(None, 0), (True, 1), (False, 0)])
-def test_only_who_asks_for_it_is_told_that_it_cannot_be_had(setting: bool | None, warned: int) -> None:
-    """By default it is had where it can be."""
+@pytest.mark.parametrize(("setting", "warned"), [(True, 1), (False, 0)])
+def test_only_who_asks_for_it_is_told_that_it_cannot_be_had(setting: bool, warned: int) -> None:
     state = state_of_machine(vllm_config(), defer=setting)
     defer.attach(None, vllm_config(data_parallel_size=2), state)
     assert state.counters.counts["not_deferred"] == warned
 
 
 def test_the_setting_is_read() -> None:
-    """By default where it can be had."""
-    assert Config().defer is None
-    assert Config.load({"kpolicy": {"defer": False}}, {}).defer is False  # type: ignore[union-attr]
+    """Steps are made as vLLM makes them by default."""
+    assert Config().defer is False
+    assert Config.load({"kpolicy": {"defer": True}}, {}).defer is True  # type: ignore[union-attr]
 
 
 def test_a_loop_of_one_s_own_waits_as_the_engine_core_would(monkeypatch: Any) -> None:

@@ -712,6 +712,38 @@ def test_llama_s_later_calls_are_told() -> None:
     assert f"and {own['ratio']:.3f} times ({own['low']:.3f} to {own['high']:.3f}) with kpolicy" in both
 
 
+def test_llama_s_chat_with_eager_steps_held_to_their_pieces_is_told() -> None:
+    """Its table, without steps made late and with them; which steps ran eagerly; what the log counted."""
+    part = PAGE.split("## Llama's chat with eager")[1].split("\n## ")[0]
+    page, found = " ".join(part.split()), raw_of("vllm_llama8b_sixth")
+    [call] = found["calls"]
+    assert call["commit"] == "95448e0"
+    assert """--paced '{"defer": false}'""" in call["command"]
+    shown = {
+        "requests/s": "requests_per_s", "gap p50": "gap_p50_ms", "gap p99": "gap_p99_ms",
+        "slowest 2% of gaps": "gap_slow_ms", "first tokens, p50 of all turns": "ttft_all_p50_ms",
+        "first tokens, p99 of all turns": "ttft_all_p99_ms", "first tokens, geometric mean": "ttft_geo_ms",
+    }  # fmt: skip
+    pairs = [{row["figure"]: row for row in compared(found["rows"])[f"stock {side}"]} for side in ("paced", "kpolicy")]
+    rows = [cells for cells in (line.split(" | ") for line in part.splitlines()) if cells[0].strip("| ") in shown]
+    assert [cells[0].strip("| ") for cells in rows] == list(shown)
+    for cells in rows:
+        for cell, of in zip(cells[1:], pairs, strict=True):
+            row = of[shown[cells[0].strip("| ")]]
+            short = "**" * (row["ratio"] < 0.99)
+            assert cell.rstrip(" |") == f"{short}{row['ratio']:.3f}{short} ({row['low']:.3f} to {row['high']:.3f})"
+            assert row["repeats"] == 6
+    assert min(of["ratio"] for figure, of in pairs[0].items() if figure in shown.values()) >= 0.99
+    turns = [row for row in found["rows"] if row["load"] == "chat" and row["repeat"] < 6]
+    eager = {side: [row["modes"]["NONE"][0] for row in turns if row["side"] == side] for side in ("paced", "stock")}
+    (least, most), (low, high) = ((min(each), max(each)) for each in eager.values())
+    assert f"{least} to {most} steps a turn ran eagerly, of stock's {low} to {high}" in page
+    gained, longer = (pairs[1][figure]["ratio"] for figure in ("ttft_geo_ms", "gap_slow_ms"))
+    told = f"first tokens {1 - 1 / gained:.1%} sooner at the same requests/s and"
+    words = " ".join((ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").split())
+    assert f"{told} [made the slowest gaps {1 / longer - 1:.0%} longer]" in words
+
+
 def test_the_small_model_s_later_call_is_told() -> None:
     """What its turns came to until the machine was gone."""
     found = raw_of("vllm_qwen05b_fourth")
