@@ -41,19 +41,26 @@ def register() -> None:
         LOGGER.warning("kpolicy's graph wrapper for Kunlun is off: %s: %s", type(error).__name__, error)
     try:
         found = adapter()
-        _wrap(found.config_class, "_set_cudagraph_sizes", functools.partial(_sizes_set, found))
-        _wrap(found.worker_wrapper_class, "init_device", functools.partial(_device_ready, found))
+        wrapped = [
+            _wrap(found.config_class, "_set_cudagraph_sizes", functools.partial(_sizes_set, found)),
+            _wrap(found.worker_wrapper_class, "init_device", functools.partial(_device_ready, found)),
+        ]
+        if not any(wrapped):
+            PROCESS.warn_once(
+                "loaded_twice", "the plugin was loaded twice in this process; the second time does nothing."
+            )
+            announce("")
     except Exception as error:  # noqa: BLE001 - vLLM calls this in every process, on or off, and catches nothing
         what = str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}"
         PROCESS.warn_once("other_vllm", f"it is off, and vLLM runs as if it weren't installed: {what}")
         announce("")
 
 
-def _wrap(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by ``around(original, self, ...)``, unless that was done before."""
+def _wrap(owner: type[Any], name: str, around: Callable[..., Any]) -> bool:
+    """Replace a method by ``around(original, self, ...)``, unless that was done before; whether it was replaced."""
     original = getattr(owner, name)
     if getattr(original, _MARK, False):
-        return
+        return False
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **named: Any) -> Any:
@@ -61,6 +68,7 @@ def _wrap(owner: type[Any], name: str, around: Callable[..., Any]) -> None:
 
     setattr(wrapped, _MARK, True)
     setattr(owner, name, wrapped)
+    return True
 
 
 def _refused(vllm_config: Any, event: str, message: str) -> None:

@@ -22,7 +22,7 @@ from kpolicy_vllm import plugin
 from kpolicy_vllm.experts import unbalanced
 from kpolicy_vllm.metrics import folder
 from kpolicy_vllm.started import NO_GRAPHS, _publisher
-from kpolicy_vllm.state import PROCESS, state_of
+from kpolicy_vllm.state import PROCESS, Counters, state_of
 from kpolicy_vllm.versions import KNOWN, signatures
 from tests.integrations.vllm.real_runner import ask_v1, initialise_v1, runner_v1, sized, vllm_config, vllm_of
 from tests.integrations.vllm.test_ladder import plan_of
@@ -257,12 +257,19 @@ def test_forced_graph(vllm):
     assert dispatcher.key_of[mode, desc] == key
 
 
-def test_registered_twice(vllm):
-    """Loading the plugin again wraps nothing a second time."""
+def test_registered_twice(vllm, caplog, monkeypatch):
+    """Loading the plugin again wraps nothing a second time, says so once and counts it."""
+    monkeypatch.setattr(plugin, "PROCESS", counters := Counters())
     owner = vllm.module("config.vllm").VllmConfig
     before = owner._set_cudagraph_sizes
-    plugin.register()
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+        plugin.register()
     assert owner._set_cudagraph_sizes is before
+    assert counters.counts["loaded_twice"] == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "kpolicy: the plugin was loaded twice in this process; the second time does nothing."
+    ]
 
 
 def test_unknown_version(caplog):
