@@ -38,7 +38,7 @@ class StepEffects:
         many_rows_overlap, many_rows_slowdown: likewise where it is `kpolicy.costs.MANY_DECODES` rows or more.
         outlasted_share: by the tokens of prompts, share of what those speeds say that a prompt which is over first adds
             to the decode steps' time, from 0 to 1; None where it wasn't timed. Kernels of short prompts leave more of
-            the device to others (docs/measured_gpu.md).
+            the device to others (docs/measured_fidelity.md).
     """
 
     warm_host_share: tuple[float, float] = attrs.field(default=(1.0, 1.0))

@@ -286,11 +286,13 @@ class AutoTables:
         )
         decode_host, piece_prompt, eager_prompt = full_bases[_DECODES], piece_bases[_PREFILLS], eager_bases[_PREFILLS]
         step_us, overlaps = costs.step_us, [costs.overlap_of(count) for count in range(MANY_DECODES + 1)]
-        outlasted_at = None if costs.effects.outlasted_share is None else costs.effects.outlasted_at
         # Of steps with both kinds of rows, which the index says.
         full_more, piece_more = ((0.0, 0.0, 0.0, both) for both in costs.both_us)
         uniform, varlen, mixed_column, pieces = group.uniform, group.varlen, group.mixed, group.pieces
         dense_eager = self._eager_us
+        shares: Sequence[float] = ()
+        if costs.effects.outlasted_share is not None:
+            shares = [costs.effects.outlasted_at(tokens) for tokens in range(len(dense_eager))]
         most_tokens, num_mixed, num_pieces, num_varlen = len(dense_eager), len(mixed_column), len(pieces), len(varlen)
         # Only this order of forms is unrolled below; any other goes the general way.
         usual = self._forms[:2] == (_IN_TURN, _BESIDE)
@@ -354,9 +356,9 @@ class AutoTables:
                 overlap = overlaps[num_decodes if num_decodes < most_told else most_told]
                 if not (usual and overlap[0] <= 1.0):
                     return None
-                if outlasted_at is not None:
-                    overlap = overlap.outlasting(outlasted_at(prefill_tokens))
-                cost, outlasted, *_ = overlap
+                cost, outlasted, _, _ = overlap
+                if shares:
+                    outlasted *= shares[prefill_tokens]
                 # Beside takes no longer than in turn: where it isn't clearly the shortest no form of one step is.
                 clear_us = CLEARLY * least
                 d_device, d_host = decode[1] + decode_us, decode_host + full_req * num_decodes + decode[5]
@@ -379,6 +381,8 @@ class AutoTables:
                     spared_us = spared(d_device, d_host, own_us, share)
                     tail_us, wins = facts.get(GAP_TAIL_US, _INFINITY), True
                 if wins:
+                    if shares:
+                        overlap = overlap.outlasting(shares[prefill_tokens])
                     decided = divide(
                         decode, piece, prefill_tokens, (d_device, d_host, overlap, spared_us, tail_us), prefill_us,
                         num_prefills, max_decode_steps, least, step,
