@@ -7,8 +7,10 @@ does, as vLLM's input thread puts them into the queue.
 from __future__ import annotations
 
 import importlib
+import itertools
 import queue
 import random
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -30,6 +32,8 @@ ANSWER_S, PREPARE_S, LAUNCH_S = 0.8e-3, 0.7e-3, {"full": 0.4e-3, "piecewise": 3.
 HOST_S = ANSWER_S + PREPARE_S
 SAMPLE_S, UPDATE_S = 0.5e-3, 0.3e-3
 """To launch what samples a step's tokens, and to take those of the one before in"""
+ANY = 1 << 20
+"""Tokens that no step has"""
 COSTS = CostTable(
     version="made up",
     measured=True,
@@ -157,24 +161,39 @@ class Executor:
         state: the integration's.
         run: what a step computes.
         future: vLLM's future of a step.
-        pieces: whether steps with prompts run in pieces.
+        pieces: most tokens of a step with prompts that runs in pieces.
     """
 
     def __init__(
         self, machine: Machine, state: State, run: Callable[[Any], Any], future: Callable[..., Any], *,
-        pieces: bool = False,
+        pieces: int = 0,
     ) -> None:  # fmt: skip
-        self._pieces = pieces
+        self.pieces = pieces
         self._machine = machine
         self._state = state
         self._run = run
         self._future = future
         self._tokens: Any = None
         self._entries: dict[Step, Entry] = {}
+        self._costs: CostTable = state.costs or COSTS
+        state.dispatcher.chooser = self
         self.answers = True
         """Whether a policy decides"""
         self.steps: list[tuple[float, Any]] = []
         """When each step was launched, and what it was"""
+
+    def entry(self, step: Step) -> Entry:
+        """The answer for a step."""
+        pieces = step.num_tokens <= self.pieces
+        key = GRAPH if step.query_len else GraphKey(Part.PIECEWISE, step.num_tokens) if pieces else None
+        return self._entries.setdefault(step, Entry(step, None, key, None, "cheapest_measured"))
+
+    def cell(self, num_tokens: int, num_decodes: int) -> Entry:
+        """The same, as `Chooser` is asked."""
+        return self.entry(Step(num_tokens, num_decodes + 1, num_decodes))
+
+    def _curve(self, entry: Entry) -> Curve:
+        return self._costs.eager if entry.key is None else self._costs.piecewise
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:  # noqa: ARG002 - as vLLM's
         machine, total = self._machine, scheduler_output.total_num_scheduled_tokens
@@ -183,13 +202,11 @@ class Executor:
             machine.work(ANSWER_S)
             reqs = len(scheduler_output.num_scheduled_tokens)
             decodes = sum(new == 1 for new in scheduler_output.num_scheduled_tokens.values())
-            step = Step(total, reqs, decodes, int(decodes == reqs), int(decodes == reqs))
-            key = GRAPH if decodes == reqs else GraphKey(Part.PIECEWISE, total) if self._pieces else None
-            entry = self._entries.setdefault(step, Entry(step, None, key, None, "cheapest_measured"))
+            entry = self.entry(Step(total, reqs, decodes, int(decodes == reqs), int(decodes == reqs)))
             if self.answers and self._state.dispatcher.told is not None:
                 self._state.dispatcher.told(entry)
             machine.work(PREPARE_S)
-            device_us = DECODES_US if key is GRAPH else COSTS.eager.at(total) * machine.prompts
+            device_us = self._costs.full.at(64) if entry.whole else self._curve(entry).at(total) * machine.prompts
             ends_s = machine.launch(machine.launch_s[entry.label[0]], device_us)
             self.steps.append((machine.time_s, scheduler_output))
         self._tokens = Tokens(machine, ends_s, self._run(scheduler_output))
@@ -257,6 +274,8 @@ class Plain:
         self.waiting: list[Any] = []
         self.stopping = False
         self.handled: list[tuple[float, Any]] = []
+        self.handed: list[tuple[float, Any]] = []
+        """When each step's tokens were handed over, and what it was"""
         self.model_executor: Any = None
 
     def is_running(self) -> bool:
@@ -267,7 +286,7 @@ class Plain:
             kind, request = self.input_queue.get_nowait()
             self.handled.append((self.machine.time_s, kind))
             if kind is Kind.ADD:
-                self.waiting.append(request)
+                self.waiting.append(request[0])
 
     def process(self) -> None:
         """vLLM's method as the plugin wraps it."""
@@ -289,10 +308,14 @@ class Plain:
         self.batch_queue.appendleft((self.model_executor.sample_tokens(None), output, None))
         for request in new:
             request.num_computed_tokens = request.num_tokens
+        for request in self.running:
+            request.left -= 1
+        self.running = [request for request in self.running if request.left]
         if len(self.batch_queue) == 2:
             future, output, _ = self.batch_queue.pop()
             future.result()
             self.scheduler.update_from_output(output, None)
+            self.handed.append((self.machine.time_s, output))
 
     def update_from_output(self, output: Any, tokens: Any) -> None:  # noqa: ARG002 - as vLLM's
         """It takes its time."""
@@ -309,14 +332,24 @@ class PlainFuture:
         return self.async_output.get_output()
 
 
-def request_of(name: str, tokens: int) -> Any:
-    """A request for `Plain`."""
-    return SimpleNamespace(request_id=name, num_tokens=tokens, num_computed_tokens=0, num_output_placeholders=0)
+def request_of(name: str, tokens: int, left: int = -1) -> Any:
+    """A request for `Plain`; `left` is how many tokens it is to have, none of them the last by default."""
+    return SimpleNamespace(
+        request_id=name, num_tokens=tokens, num_computed_tokens=0, num_output_placeholders=0, left=left
+    )
 
 
-def plain_engine(config: Any, machine: Machine, *, decodes: int = 8, **given: Any) -> tuple[Any, State]:
+def added(name: str, tokens: int, left: int = -1) -> Any:
+    """A request as it stands in vLLM's input queue, once vLLM's input thread has made it."""
+    return Kind.ADD, (request_of(name, tokens, left), 0)
+
+
+def plain_engine(
+    config: Any, machine: Machine, *, decodes: int = 8, costs: CostTable = COSTS, **given: Any
+) -> tuple[Any, State]:
     """A stand-in engine with so many requests that decode, and its state."""
     engine, state = Plain(machine, config), state_of_machine(config, **given)
+    state.costs = costs
     engine.model_executor = Executor(machine, state, lambda output: output, PlainFuture)
     engine.running = [request_of(str(i), 1) for i in range(decodes)]
     for request in engine.running:
@@ -330,3 +363,35 @@ def turns(engine: Any, count: int) -> Iterable[int]:
         engine.process()
         yield turn
         engine.step()
+
+
+class Gaps(SimpleNamespace):
+    """What a served load came to: seconds, but for `steps`."""
+
+    steps: int
+    time_s: float
+    first_s: list[float]
+    gaps_s: list[float]
+
+    @property
+    def p99_s(self) -> float:
+        return self.gaps_s[int(0.99 * len(self.gaps_s))]
+
+    @property
+    def slowest_s(self) -> float:
+        """The mean of the slowest 2% of gaps."""
+        return statistics.fmean(self.gaps_s[int(0.98 * len(self.gaps_s)) :])
+
+
+def gaps_of(engine: Plain, came_s: dict[str, float]) -> Gaps:
+    """When tokens came, of the requests that are given by when they arrived."""
+    times: dict[str, list[float]] = {name: [] for name in came_s}
+    for time_s, output in engine.handed:
+        for name in output.num_scheduled_tokens:
+            if name in times:
+                times[name].append(time_s)
+    return Gaps(
+        steps=len(engine.handed), time_s=engine.machine.time_s,
+        first_s=[each[0] - came_s[name] for name, each in times.items() if each],
+        gaps_s=sorted(b - a for each in times.values() for a, b in itertools.pairwise(each)),
+    )  # fmt: skip

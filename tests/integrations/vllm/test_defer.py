@@ -15,12 +15,14 @@ import attrs
 import pytest
 
 from benchmarks.vllm import child
+from kpolicy.costs import Curve
 from kpolicy.modes import Part
 from kpolicy_vllm import defer
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.defer import CAME_S, MOST_MARGIN_S, REST_S, SETTLED, Deferral, why_not
 from kpolicy_vllm.state import State
 from tests.integrations.vllm.engine_loop import (
+    ANY,
     COSTS,
     DECODES_US,
     HOST_S,
@@ -28,10 +30,13 @@ from tests.integrations.vllm.engine_loop import (
     PREPARE_S,
     SAMPLE_S,
     UPDATE_S,
+    Gaps,
     Kind,
     Machine,
     Plain,
+    added,
     deferring,
+    gaps_of,
     plain_engine,
     request_of,
     state_of_machine,
@@ -93,7 +98,7 @@ def test_who_arrives_meanwhile_is_in_the_next_step() -> None:
             pass
         # In the first half of the step that runs once this one's tokens are there.
         begun_s, before = machine.time_s, len(engine.model_executor.steps)
-        machine.arrivals.append((begun_s + 0.4e-6 * DECODES_US, (Kind.ADD, request_of("new", 100))))
+        machine.arrivals.append((begun_s + 0.4e-6 * DECODES_US, added("new", 100)))
         for _ in turns(engine, 4):
             pass
         return next(
@@ -192,11 +197,11 @@ def served(
 ) -> tuple[float, State, Deferral | None]:
     """Steps a second, with a prompt in one of so many."""
     engine, state = plain_engine(vllm_config(), machine)
-    engine.model_executor._pieces = pieces
+    engine.model_executor.pieces = pieces and ANY
     deferral = deferring(engine, state, machine) if late else None
     for turn in turns(engine, steps):
         if turn % every == 0:
-            machine.input_queue.put((Kind.ADD, request_of(f"p{turn}", tokens)))
+            machine.input_queue.put(added(f"p{turn}", tokens))
             engine.running = engine.running[:8]
     return steps / machine.time_s, state, deferral
 
@@ -280,8 +285,8 @@ def test_the_first_launch_of_a_step_comes_after_the_answer(pieces: bool) -> None
     """Runners prepare a step in between: as long as those of whole graphs took, which are launched at once."""
     machine = Machine()
     engine, _, deferral = settled(machine, 600)
-    engine.model_executor._pieces = pieces
-    machine.input_queue.put((Kind.ADD, request_of("new", 300)))
+    engine.model_executor.pieces = pieces and ANY
+    machine.input_queue.put(added("new", 300))
     for _ in turns(engine, 1):
         pass
     step = deferral._steps[-1]
@@ -310,12 +315,12 @@ def test_a_launch_bit_by_bit_is_late_where_the_device_had_nothing_to_do(pieces: 
     """Though it has long work once the launch is over."""
     machine = Machine(launch_s=launching(0.5))
     engine, state, deferral = settled(machine)
-    engine.model_executor._pieces = pieces
+    engine.model_executor.pieces = pieces and ANY
     margin_s = deferral.margin_s
     machine.slower = 0.5
     for _ in turns(engine, 1):
         pass
-    machine.arrivals.append((machine.time_s + 1e-3, (Kind.ADD, request_of("new", 300))))
+    machine.arrivals.append((machine.time_s + 1e-3, added("new", 300)))
     for _ in turns(engine, 1):
         pass
     assert machine.idle_s > 1e-3
@@ -327,7 +332,7 @@ def test_the_step_after_is_late_where_a_wait_put_that_off() -> None:
     """Though the device was still at work when the one that waited was launched."""
     machine = Machine(launch_s=launching(1.5))
     engine, state, _ = settled(machine)
-    machine.arrivals.append((machine.time_s + 1e-3, (Kind.ADD, request_of("new", 100))))
+    machine.arrivals.append((machine.time_s + 1e-3, added("new", 100)))
     idle_s = machine.idle_s
     for _ in turns(engine, 1):
         pass
@@ -343,7 +348,7 @@ def test_a_step_ends_after_its_launches() -> None:
     """Whatever the device takes for it."""
     machine = Machine(prompts=0.2)
     engine, _, deferral = settled(machine)
-    machine.input_queue.put((Kind.ADD, request_of("new", 10)))
+    machine.input_queue.put(added("new", 10))
     engine.process()
     engine.step()
     launched = deferral._steps[-1]
@@ -412,7 +417,7 @@ def test_other_than_requests_and_aborts_end_the_wait(kind: Kind, waits: bool) ->
     machine = Machine()
     engine, _, deferral = settled(machine)
     comes_s, begun = machine.time_s + 1e-3, len(machine.slept)
-    machine.arrivals.append((comes_s, (kind, request_of("new", 10))))
+    machine.arrivals.append((comes_s, (kind, (request_of("new", 10), 0))))
     engine.process()
     handled_s, what = engine.handled[-1]
     assert what is kind
@@ -431,9 +436,9 @@ def test_requests_that_never_stop_coming_dont_keep_it_waiting() -> None:
     def take_in() -> None:
         taken[0] += 1
         machine.work(1e-4)
-        machine.input_queue.put((Kind.ADD, request_of(str(taken), 1)))
+        machine.input_queue.put(added(str(taken), 1))
 
-    machine.input_queue.put((Kind.ADD, request_of("first", 1)))
+    machine.input_queue.put(added("first", 1))
     deferral.process(take_in)
     assert taken[0] > 20
     assert machine.time_s < ends_s - deferral.lead_s
@@ -451,7 +456,7 @@ def test_there_are_waits_only_while_requests_come() -> None:
         pass
     assert counts["deferred_steps"] - before == pytest.approx(1e6 * CAME_S / DECODES_US, abs=2)
     before = counts["deferred_steps"]
-    machine.input_queue.put((Kind.ADD, request_of("new", 1)))
+    machine.input_queue.put(added("new", 1))
     for _ in turns(engine, 10):
         pass
     assert counts["deferred_steps"] >= before + 8
@@ -663,7 +668,7 @@ def test_an_error_of_vllm_s_own_is_its_own() -> None:
         raise RuntimeError("Executor failed.")
 
     engine._process_input_queue = dead  # type: ignore[method-assign]
-    machine.arrivals.append((machine.time_s + 1e-3, (Kind.ADD, request_of("new", 10))))
+    machine.arrivals.append((machine.time_s + 1e-3, added("new", 10)))
     with pytest.raises(RuntimeError, match="Executor failed"):
         engine.process()
     assert not state.counters.counts["defer_failed"]
@@ -731,3 +736,42 @@ def test_a_loop_of_one_s_own_waits_as_the_engine_core_would(monkeypatch: Any) ->
     waits.process(lambda: taken.append(machine.time_s) if incoming.due() else None)
     assert taken == [pytest.approx(comes_s, abs=3e-4)]
     assert machine.time_s > comes_s + 2e-3
+
+
+# The gaps between tokens
+
+MEASURED = attrs.evolve(
+    COSTS, full=Curve((1, 64), (6000.0, 6000.0)), piecewise=Curve((1, 512), (6000.0, 11100.0)),
+    eager=Curve((1, 8192), (6000.0, 6000.0 + 15.0 * 8191)),
+)  # fmt: skip
+"""Steps as an H200 has them for a Llama-3.1-8B, about: decodes 6 ms, prompts of 300 tokens 9, of 1,200 24 and eager"""
+
+
+def arrivals_of(seed: int, seconds: float, rate: float, prompts: tuple[int, ...]) -> list[tuple[float, str, int, int]]:
+    """When a request comes, its name, its tokens and those that it is to have: one to three at a time."""
+    drawn, found, due_s = random.Random(seed), list[tuple[float, str, int, int]](), 0.5  # noqa: S311
+    while due_s < seconds:
+        due_s += drawn.expovariate(rate / 1.3)
+        for _ in range(drawn.choice([1] * 8 + [2, 3])):
+            found.append((due_s, f"r{len(found)}", drawn.choice(prompts), 1 + int(drawn.expovariate(1 / 150))))
+    return found
+
+
+def measured_load(
+    *, late: bool, seed: int = 1, seconds: float = 240.0, rate: float = 11.0, prompts: tuple[int, ...] = (300, 1200),
+    **machine: Any,
+) -> tuple[Gaps, State]:  # fmt: skip
+    """A load like the one on which waits made the slowest gaps longer."""
+    simulated = Machine(**{"noise": 0.02, "launch_s": LAUNCH_S | {"eager": 14e-3}} | machine)
+    engine, state = plain_engine(vllm_config(), simulated, decodes=4, costs=MEASURED)
+    engine.model_executor.pieces = 512
+    if late:
+        deferring(engine, state, simulated)
+    came_s = {}
+    for due_s, name, tokens, left in arrivals_of(seed, seconds, rate, prompts):
+        came_s[name] = due_s
+        simulated.arrivals.append((due_s, added(name, tokens, left)))
+    while simulated.arrivals:
+        for _ in turns(engine, 1):
+            pass
+    return gaps_of(engine, came_s), state

@@ -14,6 +14,7 @@ from kpolicy_vllm import defer
 from kpolicy_vllm.defer import Deferral
 from kpolicy_vllm.versions.signatures import ENGINE, differing
 from tests.integrations.vllm.engine_loop import (
+    ANY,
     DECODES_US,
     LAUNCH_S,
     UPDATE_S,
@@ -63,7 +64,7 @@ def serve(
     def run(output: Any) -> Any:
         return worker.run(output, {name: each.num_output_tokens for name, each in everyone.items()})
 
-    engine = real_engine(config, scheduler, Executor(machine, state, run, future, pieces=pieces), machine)
+    engine = real_engine(config, scheduler, Executor(machine, state, run, future, pieces=pieces and ANY), machine)
     came_s, due_s = dict[str, float](), 0.5
     for i in range(count):
         due_s += drawn.expovariate(rate)
