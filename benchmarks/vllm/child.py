@@ -147,13 +147,19 @@ class Incoming:
     """What vLLM's engine core in a process of its own has for an input queue: here, requests whose time has come."""
 
     mutex: AbstractContextManager[None] = nullcontext()
-    queue: tuple[()] = ()
 
     def __init__(self) -> None:
-        self.due: Callable[[], bool] = lambda: False
+        self.due: Callable[[], Sequence[int]] = tuple
+        """The prompt tokens of each"""
 
     def empty(self) -> bool:
         return not self.due()
+
+    @property
+    def queue(self) -> list[tuple[Any, tuple[Any, int]]]:
+        """They, as they stand in vLLM's."""
+        kind = SimpleNamespace(name="ADD")
+        return [(kind, (SimpleNamespace(num_tokens=each, num_computed_tokens=0), 0)) for each in self.due()]
 
 
 def waiting(core: Any, incoming: Incoming) -> Any:
@@ -321,8 +327,11 @@ class Engine:
         start = now = time.perf_counter()
         self.ended[:] = [Ended(start)]
 
-        def due() -> bool:
-            return added < count and begun[added] <= time.perf_counter() - start
+        def due() -> list[int]:
+            now_s, until = time.perf_counter() - start, added
+            while until < count and begun[until] <= now_s:
+                until += 1
+            return [int(prompt) for _, prompt, _ in requests[added:until]]
 
         def take_in() -> None:
             nonlocal added, added_s

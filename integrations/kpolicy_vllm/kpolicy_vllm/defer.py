@@ -12,7 +12,14 @@ wait for. What a wait put off is owed until the host waits for the device again:
 before that it was late, and the margin grows at once. Else it shrinks slowly, so that about one wait in a hundred is
 late. Where many are it rests for a while.
 
+The host takes a step's tokens in once it has launched the next one, so what is left of its launches when the running
+step ends holds that one's tokens back. A whole graph is launched in time. A step that takes the host longer to launch
+than 1.5 steps of decodes take, mostly an eager one, is never put off: whoever arrives in a wait and would have the next
+step be one is left for the step after, as without the wait. Other steps with prompts are begun so soon that the gap
+before the running step's tokens is no longer than without the wait, or than those 1.5 steps.
+
 vLLM's loop does all the rest: the requests that come in during the wait are taken in by its own method as they come.
+Where somebody is left out, that isn't asked again before the step. It is asked first of all after it.
 """
 
 from __future__ import annotations
@@ -51,6 +58,10 @@ _LATER, _LONGER_S, _SOONER = 1.5, 0.5e-3, 0.996
 """Times the margin, and seconds longer at least, once the host was late; times it with every step"""
 _FORGOTTEN = 0.01
 """Share of what the host took longer than now that each step forgets"""
+_FADES = 0.05
+"""The same of what it took to launch all of a step, with each step of its mode"""
+LONG = 1.5
+"""Times a step of decodes, up to which a gap is none of the long ones"""
 PREPARED_S = 1e-3
 """What a runner takes from the answer until it launches, before a whole graph told"""
 _QUICKER, _SLOWER, _UNSEEN = 0.5, 0.1, 0.9
@@ -153,13 +164,14 @@ def made_for(engine: Any) -> Deferral | None:
 class _Step:
     """A step that was launched, and what was seen of it: the host only sees whether the device is through with it."""
 
-    __slots__ = ("ahead_s", "costs_us", "first_s", "kind", "output", "over_s", "ran_s", "until_s", "whole")
+    __slots__ = ("ahead_s", "costs_us", "first_s", "kind", "mode", "output", "over_s", "ran_s", "until_s", "whole")
 
     def __init__(self, output: Any, entry: Entry | None, costs_us: float, ahead_s: float, first_s: float) -> None:
         self.output = output
         """vLLM's, until its tokens are there"""
         self.kind = None if entry is None else _kind(entry)
         """Steps of which one tells what another takes: those of a graph, or eager ones of about as many tokens"""
+        self.mode = None if entry is None else entry.label[0]
         self.whole = entry is not None and entry.whole
         self.costs_us = costs_us
         """Microseconds on the device by costs; 0 where they say nothing"""
@@ -218,6 +230,20 @@ class Deferral:
         """How much later the last turns have the host begin the next step than it could, or how much sooner"""
         self._longest_s = 0.0
         """What the device was expected to take for the last step"""
+        self._launching_s: dict[str | None, float] = {}
+        """By mode, what the host took lately from the turn's beginning until all of a step was launched"""
+        self._decodes: Entry | None = None
+        """The answer for the last step of decodes alone"""
+        # The wait that is under way:
+        self._from_s = self._ends_s = self._latest_s = self._until_s = 0.0
+        """When the tokens before were handed over, when the running step is expected to end, until when a wait may be
+        at most, and until when this one is"""
+        self._long_s = 0.0
+        """What a gap may be, whatever it would be without the wait"""
+        self._prompts = False
+        """Whether the next step has prompts already"""
+        self._left_out = False
+        """Whether somebody who came is left for the step after the next"""
         # The turn of the loop that is under way:
         self._begun_s = 0.0
         """When it was begun, or should have been; 0 where that isn't known"""
@@ -270,41 +296,79 @@ class Deferral:
         if self._off:
             return original()
         self._guarded(self._turned)
-        due_s = self._guarded(self._due_s)
-        if due_s:
-            begun_s = self._now()
-            while self._guarded(self._waits, due_s):
-                original()
-            self._guarded(self._count, self._now() - begun_s)
-            self._owes = True
-        # What the wait took too long is the host's.
-        self._begun_s = min(self._now(), due_s or math.inf)
-        if self._engine.batch_queue:
-            self._guarded(self._incoming)
-            return original()
-        result = original()  # it may have waited for a request
         self._begun_s = self._now()
-        self.came_s = max(self.came_s, self._begun_s)
+        self._guarded(self._incoming)
+        result = original()
+        if not self._engine.batch_queue:  # it may have waited for a request
+            self._begun_s = self._now()
+            self.came_s = max(self.came_s, self._begun_s)
+        elif self._guarded(self._may_wait):
+            began_s = self._now()
+            while self._guarded(self._waits):
+                original()
+            self._guarded(self._count, self._now() - began_s)
+            self._owes = True
+            # What the wait took too long is the host's.
+            self._begun_s = min(self._now(), self._until_s)
+            if not self._left_out:
+                original()
         return result
 
     # When
 
-    def _due_s(self) -> float:
-        """When to begin with the next step; 0 for now."""
+    def _may_wait(self) -> bool:
+        """Whether to wait before the next step; until when is noted."""
         queue, now_s = self._engine.batch_queue, self._now()
+        self._left_out = False
         if len(queue) != 1 or len(self._steps) != 1 or queue[0][1] is not self._steps[0].output:
-            return 0.0
+            return False
         step = self._steps[0]
         if self._seen < SETTLED or not step.costs_us or now_s < self._rests_until_s or not self._state.ready:
-            return 0.0
+            return False
         device_s = self._device_s(step)
         # Most of what is put off can't be longer than the step.
         if device_s < LEAST_S + self.lead_s + self.margin_s:
-            return 0.0
-        due_s = min(self._end_s(step) - self.lead_s - self.margin_s, now_s + device_s)
-        if due_s - now_s < LEAST_S or not self._incoming() or not self._runs() or self._full():
-            return 0.0
-        return due_s
+            return False
+        self._from_s, self._ends_s = self._begun_s, self._end_s(step)
+        self._latest_s = min(self._ends_s - self.lead_s - self.margin_s, now_s + device_s)
+        if self._latest_s - now_s < LEAST_S or self._decodes is None or not self._incoming() or not self._runs():
+            return False
+        decodes, tokens, places = self._in_line()
+        if places <= 0 or decodes + tokens >= self._engine.scheduler.max_num_scheduled_tokens:
+            return False  # nobody who arrives now can be in the next step
+        self._long_s = LONG * self._answer_device_s(self._decodes)
+        self._prompts = tokens > 0
+        entry = self._next(decodes, tokens)
+        self._until_s = self._due_s(entry, now_s + self._launched_in_s(entry))
+        return self._until_s - now_s >= LEAST_S
+
+    def _next(self, decodes: int, tokens: int) -> Entry:
+        """The answer for the next step, of so many decodes, and tokens of prompts beside them."""
+        if not tokens:
+            assert self._decodes is not None  # noqa: S101 - there are no waits without
+            return self._decodes
+        total = min(decodes + tokens, self._engine.scheduler.max_num_scheduled_tokens)
+        found: Entry = self._state.dispatcher.chooser.cell(total, decodes)
+        return found
+
+    def _launched_in_s(self, entry: Entry) -> float:
+        """What the host takes for a step until all of it is launched, where that holds back the tokens before."""
+        return 0.0 if entry.whole else self._launching_s.get(entry.label[0], math.inf)
+
+    def _due_s(self, entry: Entry, held_s: float = 0.0) -> float:
+        """Until when a step may be begun so that no long gap is longer for it; long ago where none may be put off.
+
+        Args:
+            entry: its answer.
+            held_s: until when it holds back the running step's tokens without the wait.
+        """
+        launching_s = self._launched_in_s(entry)
+        if launching_s > self._long_s:
+            return -math.inf
+        given_s = max(self._ends_s, held_s)
+        if not _alone(entry):
+            given_s = max(given_s, self._from_s + self._long_s)
+        return min(self._latest_s, given_s - launching_s - self.margin_s)
 
     def _incoming(self) -> bool:
         """Whether something has come in lately."""
@@ -313,40 +377,68 @@ class Deferral:
             return True
         return self._now() - self.came_s < CAME_S
 
-    def _full(self) -> bool:
-        """Whether no request that arrives now can be in the next step."""
+    def _in_line(self) -> tuple[int, int, int]:
+        """Decodes of the next step, tokens of the prompts in line for it, and the places that are left."""
         scheduler = self._engine.scheduler
         running = scheduler.running
-        room = scheduler.max_num_scheduled_tokens - len(running)
-        places = scheduler.max_num_running_reqs - len(running)
-        if running:
-            room -= left_of(running[-1]) - 1  # prompts that aren't done stand last
+        decodes, tokens, places = len(running), 0, scheduler.max_num_running_reqs - len(running)
+        if running and (left := left_of(running[-1])) > 1:  # prompts that aren't done stand last
+            decodes, tokens = decodes - 1, left
         for queue in queues_of(scheduler):
             places -= len(queue)
             # To go over a queue by priority is to copy and sort it.
             first = islice(queue, _LOOKED_AT) if isinstance(queue, deque | list) else (queue.peek_request(),)
-            room -= sum(request.num_tokens - request.num_computed_tokens for request in first)
-        return bool(room <= 0 or places <= 0)
+            tokens += sum(request.num_tokens - request.num_computed_tokens for request in first)
+        return decodes, tokens, places
 
-    def _waits(self, due_s: float) -> bool:
+    def _waits(self) -> bool:
         """Wait, until something came in; whether to go on once that is taken in."""
         engine = self._engine
-        incoming, batches = engine.input_queue, engine.batch_queue
-        while engine.is_running() and len(batches) == 1:
-            left_s = due_s - self._now()
+        while engine.is_running() and len(engine.batch_queue) == 1:
+            came = not engine.input_queue.empty()
+            if came:
+                self.came_s = max(self.came_s, self._now())
+                if not self._look():
+                    break
+            left_s = self._until_s - self._now()
             if left_s <= 0 or not self._runs():
                 return False
-            if not incoming.empty():
-                self.came_s = max(self.came_s, self._now())
-                return _only_requests(incoming)
+            if came and not self._left_out:
+                return True
             self._sleep(min(left_s, POLL_S))
+        self._left_out = False
         return False
+
+    def _look(self) -> bool:
+        """Look at what came in: whether to wait on, until when, and whether that is for the next step.
+
+        Whoever would make a gap long is left for the step after, as without the wait, and with them all who came later.
+        """
+        incoming = self._engine.input_queue
+        with incoming.mutex:
+            items = list(incoming.queue)
+        kinds = [getattr(kind, "name", "") for kind, _ in items]
+        if not _PLAIN.issuperset(kinds):
+            return False
+        if not self._left_out:
+            decodes, tokens, _ = self._in_line()
+            for kind, (_, given) in zip(kinds, items, strict=True):
+                if kind == "ADD":
+                    tokens += given[0].num_tokens - given[0].num_computed_tokens
+            entry = self._next(decodes, tokens)
+            due_s = self._due_s(entry)
+            longer = self._prompts and self._answer_device_s(entry) > self._long_s
+            self._left_out = longer or due_s < min(self._until_s, self._now())
+            if not self._left_out:
+                self._until_s, self._prompts = min(self._until_s, due_s), tokens > 0
+        return True
 
     def _count(self, waited_s: float) -> None:
         if self._owes:
             self._judge(late=False)
         counters = self._state.counters
         counters.add("deferred_steps")
+        counters.add("deferred_left_out", self._left_out)
         self._ms += 1e3 * waited_s
         counters.add("deferred_ms", int(self._ms))
         self._ms %= 1.0
@@ -356,6 +448,12 @@ class Deferral:
     def _device_s(self, step: _Step) -> float:
         """What the device is expected to take for a step."""
         return 1e-6 * step.costs_us * self._ratio.get(step.kind, _UNSEEN)
+
+    def _answer_device_s(self, entry: Entry) -> float:
+        """The same for a step with such an answer."""
+        costs = self._state.costs
+        assert costs is not None  # noqa: S101 - there are no waits without
+        return 1e-6 * _device_us(entry, costs, self._state.settings.query_len) * self._ratio.get(_kind(entry), _UNSEEN)
 
     def _end_s(self, step: _Step) -> float:
         """When the oldest step under way is expected to end: rather too soon."""
@@ -413,6 +511,8 @@ class Deferral:
         self._made = _Step(output, entry, costs_us, ahead_s, first_s)
         self._made.until_s = self._done_s = now_s
         self._steps.append(self._made)
+        if entry is not None and _alone(entry):
+            self._decodes = entry
 
     def _sampled(self) -> None:
         """So was what samples its tokens."""
@@ -472,6 +572,10 @@ class Deferral:
         most_s, self._longest_s = max(device_s, self._longest_s), device_s
         needed_s = min((self._done_s if step.whole else step.first_s) - self._begun_s + self._behind_s, most_s)
         self.lead_s = max(needed_s, self.lead_s + _FORGOTTEN * (needed_s - self.lead_s))
+        took_s = self._done_s - self._begun_s
+        known_s = self._launching_s.get(step.mode, took_s)
+        took_s = min(took_s, 2 * known_s)  # or one pause would be remembered for long
+        self._launching_s[step.mode] = max(took_s, known_s + _FADES * (took_s - known_s))
         turn_s = now_s - self._begun_s - blocked_s
         self._behind_s = min(max(self._behind_s + turn_s - device_s, 0.0), most_s)
         self.margin_s = max(_SOONER * self.margin_s, LEAST_MARGIN_S)
@@ -509,6 +613,11 @@ def _kind(entry: Entry) -> Any:
     return entry.key or entry.step.num_tokens.bit_length()
 
 
+def _alone(entry: Entry) -> bool:
+    """Whether a step has decodes only."""
+    return entry.step.num_decodes == entry.step.num_reqs
+
+
 def _over(future: Any) -> bool | None:
     """Whether the device is through with a step; None where that can't be told.
 
@@ -517,11 +626,6 @@ def _over(future: Any) -> bool | None:
     output = getattr(future, "async_output", None)
     event = getattr(output, "async_copy_ready_event", None) or getattr(output, "copy_event", None)
     return None if event is None else bool(event.query())
-
-
-def _only_requests(incoming: Any) -> bool:
-    with incoming.mutex:
-        return all(getattr(each[0], "name", "") in _PLAIN for each in incoming.queue)
 
 
 def _device_us(entry: Entry, costs: CostTable, query_len: int) -> float:

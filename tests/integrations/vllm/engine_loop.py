@@ -377,10 +377,9 @@ class Gaps(SimpleNamespace):
     def p99_s(self) -> float:
         return self.gaps_s[int(0.99 * len(self.gaps_s))]
 
-    @property
-    def slowest_s(self) -> float:
-        """The mean of the slowest 2% of gaps."""
-        return statistics.fmean(self.gaps_s[int(0.98 * len(self.gaps_s)) :])
+    def slowest_s(self, share: float) -> float:
+        """The mean of so many of the slowest gaps."""
+        return statistics.fmean(self.gaps_s[int((1 - share) * len(self.gaps_s)) :])
 
 
 def gaps_of(engine: Plain, came_s: dict[str, float]) -> Gaps:
