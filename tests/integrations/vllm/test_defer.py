@@ -644,7 +644,20 @@ def test_it_does_not_wait_for_what_it_knows_nothing_of(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", ["_due_s", "_waits", "_launching", "_answered", "_launched", "_sampled", "_ended", "_turned", "_count"]
+    "broken",
+    [
+        "_due_s",
+        "_waits",
+        "_launching",
+        "_answered",
+        "_launched",
+        "_sampled",
+        "_ended",
+        "_turned",
+        "_count",
+        "_look",
+        "_next",
+    ],
 )
 def test_an_error_ends_it_and_not_serving(monkeypatch: Any, caplog: pytest.LogCaptureFixture, broken: str) -> None:
     """One warning, and the loop goes on as vLLM's."""
@@ -655,11 +668,13 @@ def test_an_error_ends_it_and_not_serving(monkeypatch: Any, caplog: pytest.LogCa
         raise ZeroDivisionError("made up")
 
     monkeypatch.setattr(deferral, broken, failing)
+    machine.arrivals.append((machine.time_s + 1e-3, added("new", 10)))
     with caplog.at_level(logging.WARNING):
         for _ in turns(engine, 10):
             pass
     assert state.counters.counts["defer_failed"] == 1
     assert len(caplog.records) == 1
+    assert engine.running[-1].request_id == "new"
     before = len(machine.slept)
     for _ in turns(engine, 10):
         pass

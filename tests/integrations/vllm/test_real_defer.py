@@ -63,7 +63,7 @@ def serve(
     machine = Machine(noise=0.01, launch_s=LAUNCH_S | {"eager": eager_s})
     state = state_of_machine(config)
     scheduler, worker = make_scheduler(async_scheduler, config), Worker()
-    drawn, everyone = random.Random(3), {}  # noqa: S311
+    drawn, sizes, everyone = random.Random(3), random.Random(4), {}  # noqa: S311
 
     def run(output: Any) -> Any:
         return worker.run(output, {name: each.num_output_tokens for name, each in everyone.items()})
@@ -72,7 +72,7 @@ def serve(
     came_s, due_s = dict[str, float](), 0.5
     for i in range(count):
         due_s += drawn.expovariate(rate)
-        request = everyone[f"p{i}"] = make_request(f"p{i}", drawn.choice(prompts), 4)
+        request = everyone[f"p{i}"] = make_request(f"p{i}", sizes.choice(prompts), 4)
         came_s[request.request_id] = due_s
         machine.arrivals.append((due_s, (kinds.ADD, (request, 0))))
     for i in range(16):
