@@ -196,7 +196,10 @@ def test_a_form_that_the_policy_leaves_out_is_said_to_be_left_out() -> None:
     """A cheaper way that `auto` was told not to consider isn't called as cheap."""
     from kpolicy.policies.auto import AutoPolicy
 
-    told = Engine(AutoPolicy(forms=()), ladder=CaptureSizes((1, 4), (), (16, 64)), settings=LIMITS, attention="mla")
+    told = Engine(
+        AutoPolicy(forms=()), ladder=CaptureSizes((1, 4), (), (16, 64)), settings=LIMITS, attention="mla",
+        objective=Objective(1.0, 0.0, first_token_limit=1.25),
+    )  # fmt: skip
     explanation = told.explain(BatchShape(decodes=[(1, 4)], prefills=[(64, 0)]))
     best = explanation.considered[0].cost
     cheaper = [each for each in explanation.considered if each.cost and each.cost.step_us < best.step_us]
@@ -250,7 +253,8 @@ def test_a_context_outside_the_table_is_said_to_be_extrapolated() -> None:
 def test_decode_steps_that_wait_for_their_place_are_one_way_once() -> None:
     """They take as long at once, which isn't another way that is as cheap."""
     shape = BatchShape(decodes=[(1, 8)], prefills=[(6000, 0)], max_decode_steps=8)
-    told = Engine("auto", costs=load_profile("qwen2.5-0.5b-h200").costs).explain(shape)
+    objective = Objective(1.0, 0.0, first_token_limit=1.25)
+    told = Engine("auto", costs=load_profile("qwen2.5-0.5b-h200").costs, objective=objective).explain(shape)
     (chosen,) = [each for each in told.considered if each.chosen]
     assert "of a slot" in chosen.launches
     assert not [each for each in told.considered if "as cheap" in each.verdict]

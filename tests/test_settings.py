@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from kpolicy.errors import ConfigError
-from kpolicy.settings import SWITCH, Objective, Settings, read_variable, read_variables
+from kpolicy.settings import GAP_FIRST_TOKEN_LIMIT, SWITCH, Objective, Settings, read_variable, read_variables
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,28 @@ def test_weights_that_weigh_nothing_are_refused(weights: tuple[float, float]) ->
     """Weights are at least 0 and one is above it."""
     with pytest.raises(ConfigError, match="weights"):
         Objective(*weights)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"), [("throughput", 1.0), ("2:0", 1.0), ("latency", 1.25), ("0.7:0.3", 1.25), ("1:0.001", 1.25)]
+)
+def test_prompts_may_be_later_where_the_gap_is_weighed(text: str, limit: float) -> None:
+    """A quarter, whatever the weight; without one not at all. By weights as by words."""
+    found = Objective.parse(text)
+    assert found.first_token_limit == limit
+    assert Objective(found.step_weight, found.gap_weight) == found
+    assert Objective() == Objective.parse("throughput")
+    assert GAP_FIRST_TOKEN_LIMIT == 1.25
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, 0.3)])
+def test_a_first_token_limit_that_is_given_is_kept(weights: tuple[float, float]) -> None:
+    """Whatever the objective's own is, also where it is changed afterwards."""
+    for limit in (1.0, 1.25, 3.0):
+        given = Objective(*weights, first_token_limit=limit)
+        assert given.first_token_limit == limit
+        assert attrs.evolve(Objective(*weights), first_token_limit=limit) == given
+        assert attrs.evolve(given, step_weight=5.0).first_token_limit == limit
 
 
 @pytest.mark.parametrize("limit", [0.99, -1.0, float("nan")])

@@ -6,8 +6,9 @@ Each trace as it was recorded, where requests arrive slower than they are served
 they can't be, after all captures. Costs: measured on an H200 for Qwen2.5-0.5B shapes
 (benchmarks/results/h200/profile_qwen05b.json), and analytic for an 8B model. The replica has SGLang's own sizes for an
 H200. `auto` has its own default sizes, spaced on to SGLang's largest, a step that is full; those that kpolicy-sglang
-captures there; and the very sizes of the replica, so that only the rules differ. With these it is also told to run no
-decodes beside prompts, which SGLang can't. Ratios are above 1 where `auto` is better.
+captures there; and the very sizes of the replica, so that only the rules differ. With each it may also delay prompts
+for several decode steps beside them, as it doesn't by default, and with the replica's it is told to run no decodes
+beside prompts, which SGLang can't. Ratios are above 1 where `auto` is better.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kpolicy.ladders import CaptureSizes, default_sizes
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.schemas import read_profile
-from kpolicy.settings import Settings
+from kpolicy.settings import GAP_FIRST_TOKEN_LIMIT, Objective, Settings
 from kpolicy.simulate import Server, SimResult, simulate
 from kpolicy_sglang.ladder import default_decode_sizes
 
@@ -37,6 +38,9 @@ FILES = (
 REPLICA = "sglang:gpu_memory_gib=139"
 AT_ONCE, SPEED = 1_500, 1e6
 MOST_REQS, MOST_TOKENS = 600, 8192
+LATER = Objective(first_token_limit=GAP_FIRST_TOKEN_LIMIT)
+AHEAD = f"auto, first_token_limit={GAP_FIRST_TOKEN_LIMIT}"
+"""How rows call `auto` where it may delay prompts"""
 
 
 def loads(path: Path) -> list[tuple[str, Trace]]:
@@ -60,15 +64,15 @@ def figures(result: SimResult) -> dict[str, float]:
 
 
 def sides(settings: Settings) -> list[tuple[str, str, CaptureSizes]]:
-    """The policies that are compared, what they capture by name, and as sizes."""
+    """What is compared, what it captures by name, and as sizes."""
     own, stock = CaptureSizes.default(settings), get_policy(REPLICA).sizes(settings)
     decodes = default_decode_sizes(stock.decode, settings.max_num_reqs)
-    return [
-        ("auto", "its own, to a full step", attrs.evolve(own, piecewise=default_sizes(stock.piecewise[-1]))),
-        ("auto", "kpolicy-sglang's", attrs.evolve(stock, decode=decodes)),
-        ("auto", "SGLang's", stock),
-        ("auto:forms=in_turn", "SGLang's", stock),
-    ]
+    ladders = (
+        ("its own, to a full step", attrs.evolve(own, piecewise=default_sizes(stock.piecewise[-1]))),
+        ("kpolicy-sglang's", attrs.evolve(stock, decode=decodes)),
+        ("SGLang's", stock),
+    )
+    return [*((side, *each) for side in ("auto", AHEAD) for each in ladders), ("auto:forms=in_turn", "SGLang's", stock)]
 
 
 def compare(path: Path, name: str, costs: CostTable, server: Server) -> list[dict[str, Any]]:
@@ -77,7 +81,8 @@ def compare(path: Path, name: str, costs: CostTable, server: Server) -> list[dic
     for load, trace in loads(path):
         replica = figures(simulate(trace, REPLICA, server=server, costs=costs))
         for policy, captured, ladder in sides(server.settings):
-            auto = figures(simulate(trace, policy, server=server, costs=costs, ladder=ladder))
+            rule, objective = ("auto", LATER) if policy == AHEAD else (policy, Objective())
+            auto = figures(simulate(trace, rule, server=server, costs=costs, ladder=ladder, objective=objective))
             for figure, ours in auto.items():
                 stock = replica[figure]
                 ratio = ours / stock if figure == "tokens/s" else stock / ours

@@ -35,6 +35,7 @@ MADE_OR_MISSED = {"--results", "--done", "--work", "folders", "profiles"}
     ("module", "given"),
     [
         ("simulate", "--trace"), ("whole_trace", "--trace"), ("simulated_ranks", "--traces"),
+        ("first_token_limit", "--traces"),
         ("plan_worth", "--traces"), ("npu_streams", "--traces"), ("fidelity", "--profile"), ("random_steps", "--merge"),
         ("gpu.shapes", "--configs"), ("vllm.starts", "--model"), ("vllm.stock_vs_kpolicy", "--models"),
     ],

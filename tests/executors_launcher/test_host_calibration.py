@@ -20,7 +20,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
 from kpolicy.modes import Mode, Part, Rows
 from kpolicy.registry import GraphRegistry
-from kpolicy.settings import Settings
+from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
 
 SETTINGS = Settings(max_num_reqs=32, max_num_tokens=256)
@@ -100,10 +100,14 @@ def decode_modes(costs: CostTable) -> set[Mode]:
 
 
 def divided(costs: CostTable) -> bool:
-    """Whether `auto` divides most steps that a few decode rows and a prompt chunk fill, over usual KV."""
+    """Whether `auto` divides most steps that a few decode rows and a prompt chunk fill, over usual KV.
+
+    It may delay the prompt for several decode steps, as it doesn't by default: those are what it divides for here.
+    """
     engine = Engine(
-        "auto", attention="mixed", ladder=SIZES, settings=SETTINGS, costs=attrs.evolve(costs, measured_on="")
-    )
+        "auto", attention="mixed", ladder=SIZES, settings=SETTINGS, costs=attrs.evolve(costs, measured_on=""),
+        objective=Objective(1.0, 0.0, first_token_limit=1.25),
+    )  # fmt: skip
     shapes = [
         BatchShape(
             decodes=[(1, rows)], prefills=[(256 - rows, context)], decode_kv_tokens=1024 * rows, max_decode_steps=8

@@ -1,6 +1,8 @@
 """`auto` against costs small enough to work out by hand."""
 
 import math
+import random
+from collections import Counter
 
 import attrs
 import hypothesis
@@ -13,7 +15,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode, Part, SplitForm
 from kpolicy.policies import PolicyContext, get_policy
-from kpolicy.policies.auto import SPLIT_MARGIN, AutoPolicy, clear_us, near_tie
+from kpolicy.policies.auto import SPLIT_MARGIN, AutoPolicy, cheapest, clear_us, deciding, in_tail, near_tie
 from kpolicy.policies.base import legal_ways, repeats
 from kpolicy.profiles import load_profile
 from kpolicy.reasons import Basis, Reason
@@ -37,6 +39,8 @@ COSTS = CostTable(
     host_eager=HostCost(1000.0),
     overlap_cost=0.5,
 )
+DELAYS = Objective(1.0, 0.0, first_token_limit=1.25)
+"""Throughput which may delay a prompt, as it doesn't by default"""
 
 
 def context(costs=COSTS, claims="mixed", sizes=None, objective=None, **rest):
@@ -291,25 +295,29 @@ def test_latency_differs_by_a_measured_table_too():
 
 @pytest.mark.parametrize(("waiting", "steps"), [(0, 2), (100, 1)])
 def test_decodes_ahead_are_worth_less_while_others_wait(waiting, steps):
-    """Throughput runs decodes ahead where that spares a later step, not where a queue would fill that step anyway."""
+    """Throughput runs decodes ahead where that spares a later step, not where a queue would fill that step anyway.
+
+    As far as it may delay the prompt, which it may not by default.
+    """
     # Two steps of 300 us beside a prompt of 1,000 take 300 x 0.4 more than one, and a step alone 300.
     costs = attrs.evolve(COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=0.4)
     shape = BatchShape(decodes=[(1, 8)], prefills=[(1000, 0)], max_decode_steps=2, facts={WAITING_REQS: waiting})
-    assert decide(shape, costs=costs).decode_steps == steps
+    assert decide(shape, costs=costs, objective=DELAYS).decode_steps == steps
+    assert decide(shape, costs=costs).decode_steps == 1
     assert decide(shape, costs=costs, objective=Objective.parse("latency")).decode_steps == 2
 
 
-@pytest.mark.parametrize("objective", ["throughput", "latency"])
+@pytest.mark.parametrize("objective", [DELAYS, Objective.parse("latency")], ids=str)
 def test_decodes_ahead_make_no_long_gaps_more(objective):
     """Several decode steps are taken as long as each comes within one gap in a hundred so far, and one step always."""
     costs = attrs.evolve(COSTS, full=Curve((8, 64), (300.0, 301.0)), overlap_cost=0.4)
     plain = BatchShape(decodes=[(1, 8)], prefills=[(1000, 0)], max_decode_steps=2)
-    both = decide(plain, costs=costs, objective=Objective.parse(objective))
+    both = decide(plain, costs=costs, objective=objective)
     assert both.decode_steps == 2
     gap_us = costs.cost(both.launches, plain.numbers).gap_us
     for tail_us, steps in ((math.ceil(gap_us), 2), (math.floor(gap_us) - 1, 1), (0, 1)):
         shape = attrs.evolve(plain, facts={GAP_TAIL_US: tail_us})
-        assert decide(shape, costs=costs, objective=Objective.parse(objective)).decode_steps == steps
+        assert decide(shape, costs=costs, objective=objective).decode_steps == steps
 
 
 @pytest.mark.parametrize(("forbidden", "steps"), [((), 1), ((Mode.EAGER,), 2)])
@@ -391,6 +399,63 @@ def test_first_token_limit_bounds_the_prefill():
     tight = decide(shape, costs=costs, objective=Objective(0.0, 1.0, first_token_limit=1.25))
     loose = decide(shape, costs=costs, objective=Objective(0.0, 1.0, first_token_limit=10.0))
     assert tight.decode_steps < loose.decode_steps == 8
+
+
+def longer_than_shortest(numbers, using, decision):
+    """Whether its cycle is longer than the shortest of the ways that are considered."""
+    ways = legal_ways(numbers, using, cheapest(using))
+    costs = [using.costs.cost(way.launches, numbers) for way in ways]
+    limit_us = clear_us(ways, costs)
+    cycles = [
+        cost.cycle_us for way, cost in zip(ways, costs, strict=True)
+        if not in_tail(way, cost, numbers) and not near_tie(way, cost, limit_us)
+    ] or [cost.cycle_us for cost in costs]  # fmt: skip
+    at_once = [attrs.evolve(launch, wait_share=None) for launch in decision.launches]
+    return using.costs.cost(at_once, numbers).cycle_us > min(cycles) * (1 + 1e-9)
+
+
+@hypothesis.given(
+    contexts(get_policy("auto")), st.lists(MIXED, min_size=4, max_size=4), st.sampled_from([2, 4, 8]), shapes()
+)
+@hypothesis.settings(max_examples=200, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+def test_throughput_delays_no_prompt(drawn, batches, steps, other):
+    """By default no way is taken that ends later than the shortest of those considered; prepared as by itself."""
+    policy, using = get_policy("auto"), deciding(attrs.evolve(drawn, objective=Objective.parse("throughput")))
+    compiled = policy.compile(using)
+    for shape in (*(attrs.evolve(each, max_decode_steps=steps) for each in batches), other):
+        numbers = shape.numbers
+        if numbers.num_prefills:
+            for decision in (policy.decide(shape, using), compiled.select(*numbers)):
+                assert not longer_than_shortest(numbers, using, decision), decision
+
+
+def test_prompts_are_delayed_where_the_gap_is_weighed_or_they_may_be():
+    """Of the same batches some run several decode steps beside a prompt that ends later for them, and some don't."""
+    drawn, later = random.Random(11), Counter()  # noqa: S311
+    shipped = load_profile("qwen2.5-0.5b-h200").costs
+    objectives = {"throughput": Objective(), "latency": Objective.parse("latency"), "told": DELAYS}
+    tables = [
+        (name, deciding(context(costs, objective=objective)))
+        for name, objective in objectives.items()
+        for costs in (COSTS, shipped)
+    ]
+    policy = get_policy("auto")
+    compiled = [(name, using, policy.compile(using)) for name, using in tables]
+    for _ in range(300):
+        shape = BatchShape(
+            decodes=[(1, drawn.randint(1, 64))], prefills=[(drawn.randint(64, 2000), 0)],
+            max_decode_steps=drawn.choice((2, 4, 8)),
+        )  # fmt: skip
+        for name, using, prepared in compiled:
+            decision = policy.decide(shape, using)
+            assert prepared.select(*shape.numbers) == decision
+            if longer_than_shortest(shape.numbers, using, decision):
+                later[name] += 1
+                assert decision.form is SplitForm.DECODES_BESIDE
+                assert decision.decode_steps > 1
+    assert not later["throughput"]
+    assert 30 < later["latency"] < 600
+    assert 30 < later["told"] < 600
 
 
 def test_in_turn_halves_do_not_shorten_the_gap():

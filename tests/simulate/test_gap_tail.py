@@ -11,7 +11,7 @@ import pytest
 from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import auto_tables
 from kpolicy.profiles import load_profile
-from kpolicy.settings import Settings
+from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import GAP_TAIL_US
 from kpolicy.simulate import Server, simulate
 
@@ -20,6 +20,8 @@ from .helpers import COSTS, SIZES, reference, run, server, trace_of
 DRAWN = random.Random(5)  # noqa: S311
 LONG = trace_of(*[(4.0 * i, DRAWN.randint(2, 60), DRAWN.randint(10, 40)) for i in range(150)])
 """Some thousand gaps: enough to tell which one in a hundred exceeds."""
+AHEAD = Objective(1.0, 0.0, first_token_limit=1.25)
+"""Throughput which may delay prompts for several decode steps beside them."""
 # Decode steps beside prompts are nearly free, so that several are worth while.
 FREE = attrs.evolve(COSTS, overlap_cost=0.0, prefill_attention=attrs.evolve(COSTS.prefill_attention, row_us=9.0))
 
@@ -50,7 +52,7 @@ def test_several_decode_steps_come_within_it() -> None:
     """Once it is told no step that runs decodes ahead has longer gaps; without it some of the same trace do."""
 
     def longest(*, told: bool) -> tuple[float, int]:
-        _, seen = run(LONG, of=server(200, gap_tail=told), costs=FREE)
+        _, seen = run(LONG, of=server(200, gap_tail=told), costs=FREE, objective=AHEAD)
         ahead = [each for each in seen if each.decision.form is SplitForm.DECODES_BESIDE]
         assert all(each.decision.mode is Mode.SPLIT for each in ahead)
         beyond = 0
@@ -77,7 +79,7 @@ def test_decode_steps_lie_evenly_beside_a_long_prompt(monkeypatch: pytest.Monkey
     of = Server(settings=settings, kv_tokens=400_000, warm=True)
 
     def served(policy: str = "auto") -> dict[str, Any]:
-        found: dict[str, Any] = simulate(long, policy, server=of, costs=costs).as_dict()
+        found: dict[str, Any] = simulate(long, policy, server=of, costs=costs, objective=AHEAD).as_dict()
         return found
 
     even, whole = served(), served("piecewise")

@@ -43,7 +43,8 @@ class Config:
         calibrate: measure costs from vLLM's own graphs at start-up, where the policy reads costs.
         calibrate_seconds: seconds that may take.
         follow_host: bring costs to the speed that the host has while it serves.
-        first_token_limit: prompts may take so many times the best for them where the gap is weighed too.
+        first_token_limit: prompts may take so many times the best for them; None for the objective's own, 1.25 where
+            the gap is weighed, else 1.
         pace: bound steps that have decodes by what the gap is worth; None bounds them where the objective weighs it.
         defer: make the next step late, so that requests which arrive meanwhile are in it. First tokens are sooner so
             and the slowest gaps longer (docs/measured_vllm.md).
@@ -72,7 +73,7 @@ class Config:
     calibrate: bool = True
     calibrate_seconds: float = 2.0
     follow_host: bool = True
-    first_token_limit: float = 1.25
+    first_token_limit: float | None = None
     pace: bool | None = None
     defer: bool = False
     split: bool = False
@@ -103,7 +104,8 @@ class Config:
     @property
     def objective_parsed(self) -> Objective:
         """What is minimised, with the bound on prompts."""
-        return attrs.evolve(Objective.parse(self.objective), first_token_limit=self.first_token_limit)
+        objective, limit = Objective.parse(self.objective), self.first_token_limit
+        return objective if limit is None else attrs.evolve(objective, first_token_limit=limit)
 
     @property
     def paces(self) -> bool:

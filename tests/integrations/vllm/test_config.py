@@ -123,3 +123,15 @@ def test_the_bound_on_prompts_is_the_objective_s():
     assert Config.load({}, {"KPOLICY_POLICY": "auto", "KPOLICY_PACE": "0", "KPOLICY_FIRST_TOKEN_LIMIT": "2"}) == Config(
         pace=False, first_token_limit=2.0
     )
+    assert Config(first_token_limit=2.0).objective_parsed == Objective(1.0, 0.0, 2.0)
+
+
+@pytest.mark.parametrize(("objective", "limit"), [("throughput", 1.0), ("latency", 1.25), ("3:1", 1.25)])
+def test_without_a_bound_on_prompts_it_is_the_objective_s_own(objective, limit):
+    """None, which no variable and no section need say; one that is given is taken under any objective."""
+    config = Config(objective=objective)
+    assert config.first_token_limit is None
+    assert config.objective_parsed == Objective.parse(objective)
+    assert config.objective_parsed.first_token_limit == limit
+    assert Config.load({"kpolicy": {"objective": objective, "first_token_limit": None}}, {}) == config
+    assert Config.load({"kpolicy": config.as_section()}, {}) == config
