@@ -20,6 +20,10 @@ these over the decode steps, late ways too). A shape whose own is above 2% is me
 - The oracle chooses, like `auto`, among ways that end within `first_token_limit` times the shortest, for `step_us` too:
   the issue's "under a bound on time to first token". Which do is told by the choosing half; all samples of cells that
   were given up. `late` is the share of steps whose pick breaks the bound by all samples: a policy without it may.
+- The bound is what a file says under ``first_token_limit``, by objective: by default 1 for `step_us` and 1.25 for
+  `gap_us` since 2026-11-29, and 1.25 for both in files that don't say. With 1 just the shortest way of a step with
+  prompts is in time, so the noise floor has the shortest one of the scoring half for it too, and `late` is the share of
+  steps whose pick isn't the shortest.
 - `mean_regret_unbounded`, `p99_regret_unbounded`: over an oracle that may take any cell, however late. Cells that are
   well beyond the bound are given up after three samples, by which it chooses and is scored there. Several decode steps
   beside an eager prompt are most of them: `step_us` of these, less all decode steps but one, may be a third of others'.
@@ -35,7 +39,8 @@ policy's pick is run once before it is timed, however far off it should be.
 `auto` is calibrated on the model (`kpolicy.executors.calibrate`), not on these shapes; the tables are in the file, and
 what they were made of in FILE.calibration.json beside it. ``--rescore PROFILE --shapes FILE --summary FILES`` makes the
 table that another cost table's picks would have given on the same cells, as far as they were measured, and ``--repick``
-in its place the one that today's picks would have, each shape's by the table that it was measured with. vLLM's
+in its place the one that today's picks would have, each shape's by the table that it was measured with. Both keep the
+file's bound; with ``--first-token-limit own`` they pick and score by today's defaults, with a number by that. vLLM's
 replica is that of 0.33: 0.23 and either runner pick the same for all of these shapes, so they have no rows. The
 replicas of vllm-ascend and Kunlun are of other devices.
 
@@ -85,6 +90,10 @@ CALIBRATION_S = 24.0
 PLAIN = "auto"
 AUTO = {"step_us": PLAIN, "gap_us": "auto latency"}
 """The policy that the others are held to, by objective: what a user sets who wants short gaps"""
+OBJECTIVES = {"step_us": "throughput", "gap_us": "latency"}
+"""What that `auto` minimises"""
+UNSTATED_LIMIT = 1.25
+"""On time to first token, of files that don't say: every objective's default until 2026-11-29"""
 RESAMPLES, SEED = 10_000, 0
 WRITE_S = 15.0
 """Seconds between writes of what there is: a run that is killed loses no more"""
@@ -101,6 +110,31 @@ class Opened(NamedTuple):
     capture_s: float
     samples: list[dict[str, Any]]
     """Of the costs"""
+
+
+def limits_given(text: str) -> dict[str, float]:
+    """An option's bound on time to first token by objective: "own" for the defaults of each, or one number for both."""
+    from kpolicy.settings import Objective
+
+    if text == "own":
+        return {name: Objective.parse(objective).first_token_limit for name, objective in OBJECTIVES.items()}
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not 1 <= limit < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is neither own nor a number of at least 1")
+    return dict.fromkeys(OBJECTIVES, limit)
+
+
+def limits_of(at: Mapping[str, Any]) -> dict[str, float]:
+    """The bound that results were made with, by objective."""
+    limits: dict[str, float] = at.get("first_token_limit", dict.fromkeys(OBJECTIVES, UNSTATED_LIMIT))
+    return limits
+
+
+def _told(limits: Mapping[str, float]) -> str:
+    return ", ".join(f"{limit:g} for {objective}" for objective, limit in limits.items())
 
 
 def open_engines(options: argparse.Namespace) -> Opened:
@@ -138,7 +172,9 @@ def open_engines(options: argparse.Namespace) -> Opened:
     fixed = frozenset(Engine("auto", ladder=ladder, **shared).keys)
     # A toy's own ladder is its fixed one, so that a dry run has few graphs.
     own = ladder if options.tiny else None
-    return Opened(model, {**autos(shared, own), **others(shared, own)}, fixed, capture_s, samples)
+    return Opened(
+        model, {**autos(shared, own, options.first_token_limit), **others(shared, own)}, fixed, capture_s, samples
+    )
 
 
 def capture_all(shared: dict[str, Any], ladder: Sequence[int], own: Sequence[int] | None = None) -> None:
@@ -157,14 +193,28 @@ def capture_all(shared: dict[str, Any], ladder: Sequence[int], own: Sequence[int
         Engine(spec, **shared).capture()
 
 
-def autos(shared: dict[str, Any], ladder: Sequence[int] | None = None) -> dict[str, Any]:
-    """`auto` for either objective, over kpolicy's default ladder or that one."""
-    from kpolicy.engine import Engine
+def autos(
+    shared: dict[str, Any], ladder: Sequence[int] | None = None, limits: Mapping[str, float] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """`auto` for either objective, over kpolicy's default ladder or that one.
 
-    return {
-        "auto": Engine("auto", ladder=ladder, **shared),
-        "auto latency": Engine("auto", ladder=ladder, objective="latency", **shared),
-    }
+    Args:
+        shared: what the Engines share.
+        ladder: that one.
+        limits: bound on time to first token by objective; each one's default without.
+    """
+    import attrs
+
+    from kpolicy.engine import Engine
+    from kpolicy.settings import Objective
+
+    found = {}
+    for name, policy in AUTO.items():
+        objective = Objective.parse(OBJECTIVES[name])
+        if limits is not None:
+            objective = attrs.evolve(objective, first_token_limit=limits[name])
+        found[policy] = Engine("auto", ladder=ladder, objective=objective, **shared)
+    return found
 
 
 def others(shared: dict[str, Any], ladder: Sequence[int] | None = None) -> dict[str, Any]:
@@ -328,6 +378,7 @@ def measure(
             "alone_us": [round(each, 1) for each in times.get("decodes alone", [])],
         }
 
+    limits = {objective: engines[policy].objective.first_token_limit for objective, policy in AUTO.items()}
     hoped = FAR * min(cost.gap_us for cost in costs.values())
     # What libraries do once for a shape; ways that are far off are given up after one run, which picks are scored by.
     for name in jobs:
@@ -337,12 +388,12 @@ def measure(
         if done >= SURER_ROUNDS and done % 2 == 0:
             run_now = [times[name] for name in cells if len(times[name]) == done]
             unsettled = done < FIRST_ROUNDS + ROUNDS and _unsettled(run_now)
-            if not unsettled and not _unsure(result(), _limit(done)):
+            if not unsettled and not _unsure(result(), _limit(done), limits):
                 break
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
         # A cycle beyond this is no way to run a step with prompts, however short its gap.
         cycles = (statistics.median(each) for name, each in times.items() if each and name in cells)
-        latest = TOO_LATE * auto.objective.first_token_limit * min(cycles, default=0.0)
+        latest = TOO_LATE * max(limits.values()) * min(cycles, default=0.0)
         if not numbers.num_prefills:
             latest = math.inf
         for name in jobs:
@@ -372,12 +423,13 @@ def _unsettled(cells: Sequence[Sequence[float]]) -> bool:
     return any(max(half) > (1 + UNSETTLED) * min(half) for half in halves)
 
 
-def _unsure(shape: dict[str, Any], limit: float = UNSURE) -> bool:
+def _unsure(shape: dict[str, Any], limit: float = UNSURE, limits: Mapping[str, float] | None = None) -> bool:
     """Whether a shape's noise floor, as rows have it, is above the limit by either objective.
 
     After `MOST_ROUNDS` rounds any floor is taken: `summarise` counts shapes above the limit (`unsure_shapes`).
     """
-    return any(_scores(shape, objective).unsure(limit) for objective in AUTO)
+    bounds = limits_of({}) if limits is None else limits
+    return any(_scores(shape, objective, bounds[objective]).unsure(limit) for objective in AUTO)
 
 
 def _steps(decision: Any) -> int:
@@ -415,6 +467,12 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
     for name, mine in (("model", options.model), ("device", device)):
         if at.get(name, mine) != mine:
             sys.exit(f"{options.out} has {at[name]!r} and this run is of {mine!r}; give another --out.")
+    options.first_token_limit = options.first_token_limit or limits_given("own")
+    if at["cells"] and limits_of(at) != options.first_token_limit:
+        sys.exit(
+            f"{options.out} has a first_token_limit of {_told(limits_of(at))} and this run is of "
+            f"{_told(options.first_token_limit)}; give another --out, or --first-token-limit."
+        )
     begun = time.monotonic()
     model, engines, ladder, capture_s, samples = open_engines(options)
     auto = engines["auto"]
@@ -429,7 +487,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None = None) -> i
     at |= {
         "model": options.model, "date": options.date, "capture_s": round(capture_s, 1), "failed": failed,
         "own": "tiny" if options.tiny else "default", "device": device, "kernels": options.kernels,
-        "support": str(model.support),
+        "support": str(model.support), "first_token_limit": options.first_token_limit,
         "versions": versions(), "host_noise": noise, "command": command_line("benchmarks.gpu.regret", argv),
         "too_long": {load: each["too_long"] for load, each in shapes.items()},
         "steps": {load: each["steps"] for load, each in shapes.items()},
@@ -489,18 +547,22 @@ def _costs(plain: dict[str, Any]) -> Any:
     return loads(json.dumps({**head, "costs": plain}), Profile).costs
 
 
-def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any = None) -> tuple[dict[str, Any], int]:
+def repicked(
+    at: dict[str, Any], shapes: dict[str, Any], costs: Any = None, limits: dict[str, float] | None = None
+) -> tuple[dict[str, Any], int]:
     """(the results with what `auto` would pick, shapes left out for an unmeasured pick).
 
     Args:
         at: results.
         shapes: the model's shapes that they are of, by load.
         costs: another cost table, for all shapes; by default each is decided by the table that it was measured with.
+        limits: bound on time to first token by objective, which the results then say; by default the one they have.
     """
+    limits = limits or limits_of(at)
     if costs is None and "tables" not in at:
         raise SystemExit(f"{at['model']}: this file has no cost tables, so --repick can't be had; --rescore takes one")
     tables = [_costs(each["costs"]) for each in at["tables"]] if costs is None else [costs]
-    engines = [autos(_simulated(at, each), _own(at)) for each in tables]
+    engines = [autos(_simulated(at, each), _own(at), limits) for each in tables]
     cells = {}
     for key, cell in at["cells"].items():
         load, _, i = key.rpartition("/")
@@ -511,7 +573,7 @@ def repicked(at: dict[str, Any], shapes: dict[str, Any], costs: Any = None) -> t
         picks = {name: pick if pick in cell["cells"] else at_once(pick) for name, pick in picks.items()}
         if all(cell["cells"].get(pick, {}).get("us") for pick in picks.values()):
             cells[key] = {**cell, "picks": {**cell["picks"], **picks}}
-    return {**at, "cells": cells}, len(at["cells"]) - len(cells)
+    return {**at, "cells": cells, "first_token_limit": limits}, len(at["cells"]) - len(cells)
 
 
 def own_graphs(at: dict[str, Any], shapes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, set[str]]]:
@@ -571,13 +633,11 @@ def _value(cell: dict[str, Any], samples: Sequence[float], alone_us: float, obje
     return us / steps if objective == "gap_us" else us - (steps - 1) * alone_us
 
 
-def _in_time(times: Mapping[str, Sequence[float]]) -> list[str]:
-    """Cells whose prompt rows are done within the bound on time to first token, by samples of each cell's cycle."""
-    from kpolicy.settings import Objective
-
+def _in_time(times: Mapping[str, Sequence[float]], limit: float) -> list[str]:
+    """Cells whose prompt rows are done within that bound on time to first token, by samples of each cell's cycle."""
     cycles: dict[str, float] = {name: statistics.median(us) for name, us in times.items()}
-    limit = Objective.parse("latency").first_token_limit * min(cycles.values())
-    return [name for name, us in cycles.items() if us <= limit]
+    latest = limit * min(cycles.values())
+    return [name for name, us in cycles.items() if us <= latest]
 
 
 @dataclass(frozen=True)
@@ -587,7 +647,8 @@ class _Scores:
     Args:
         us: each cell's time.
         oracle: the best cell of those within the bound on time to first token.
-        least: the least time that a cell within the bound has.
+        least: the least time that a cell within the bound has; with a bound of 1 the one by the scoring half counts
+            too, as there is no other by the choosing one.
         unbounded: the best of all cells, in time or not.
         late: cells beyond the bound by all samples.
     """
@@ -603,22 +664,24 @@ class _Scores:
         return self.us[self.oracle] > (1 + limit) * self.least
 
 
-def _scores(shape: dict[str, Any], objective: str) -> _Scores:
-    """What one shape's cells are worth by that objective."""
+def _scores(shape: dict[str, Any], objective: str, limit: float = UNSTATED_LIMIT) -> _Scores:
+    """What one shape's cells are worth by that objective, with that bound on time to first token."""
     alone = statistics.median(shape["alone_us"]) if shape["alone_us"] else 0.0
     kind = objective if shape["tokens"][0] else "step_us"
     cells = shape["cells"]
     choosing = {name: _value(cell, cell["us"][0::2], alone, kind) for name, cell in cells.items()}
     scoring = {name: _value(cell, _half(cell["us"], 1), alone, kind) for name, cell in cells.items()}
-    allowed, late = list(cells), frozenset[str]()
+    allowed, rivals, late = list(cells), list(cells), frozenset[str]()
     if shape["tokens"][1]:
-        allowed = _in_time({name: _half(cell["us"], 0) for name, cell in cells.items()})
-        late = frozenset(cells) - {*_in_time({name: cell["us"] for name, cell in cells.items()})}
+        rivals = allowed = _in_time({name: _half(cell["us"], 0) for name, cell in cells.items()}, limit)
+        late = frozenset(cells) - {*_in_time({name: cell["us"] for name, cell in cells.items()}, limit)}
+        if limit == 1:
+            rivals = allowed + _in_time({name: _half(cell["us"], 1) for name, cell in cells.items()}, limit)
 
     def best(names: Iterable[str]) -> str:
         return min((choosing[name], name) for name in names)[1]
 
-    return _Scores(scoring, best(allowed), min(scoring[name] for name in allowed), best(cells), late)
+    return _Scores(scoring, best(allowed), min(scoring[name] for name in rivals), best(cells), late)
 
 
 def _half(samples: Sequence[float], first: int) -> Sequence[float]:
@@ -672,6 +735,7 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
     found = [cell for key, cell in at["cells"].items() if key.rpartition("/")[0] == load]
     steps = at.get("steps", {}).get(load)
     times = weights([shape["times"] for shape in found], steps)
+    limits = limits_of(at)
     for objective, auto in AUTO.items():
         taken: dict[str, list[float]] = {}
         late: dict[str, float] = {}
@@ -680,7 +744,7 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
         floors: list[float] = []
         unsure = 0
         for shape, weight in zip(found, times, strict=True):
-            scores = _scores(shape, objective)
+            scores = _scores(shape, objective, limits[objective])
             oracle = scores.us[scores.oracle]
             oracle_us.append(oracle * weight)
             unbounded_us.append(scores.us[scores.unbounded] * weight)
@@ -757,6 +821,11 @@ def main(argv: list[str] | None = None) -> int:
         "--repick", action="store_true", help="the table as today's picks by each shape's own cost table would make it"
     )
     parser.add_argument(
+        "--first-token-limit", type=limits_given, metavar="LIMIT",
+        help="the bound on time to first token: a number of at least 1 for both objectives, or own, the default, for "
+        "each one's own; with --repick or --rescore the default is that of the file",
+    )  # fmt: skip
+    parser.add_argument(
         "--own-graphs", action="store_true", help="fixed policies and replicas pick anew, each among its own graphs"
     )
     parser.add_argument("--json", type=output_file)
@@ -766,6 +835,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--repick takes each shape's own cost table and --rescore another for all; give one of the two")
     if (options.repick or options.rescore) and not (options.summary and options.shapes):
         parser.error("--repick and --rescore are for --summary FILES, of the shapes in --shapes FILE")
+    if options.first_token_limit and options.summary and not (options.repick or options.rescore):
+        parser.error(
+            "picks of a file are of its own bound; --first-token-limit is for --repick, --rescore or measuring"
+        )
     if not options.summary:
         if not (options.config and options.shapes and options.out):
             parser.error("give --config, --shapes and --out to measure, or --summary with the files that were")
@@ -783,7 +856,7 @@ def main(argv: list[str] | None = None) -> int:
                 sys.stderr.write(f"{at['model']}, {load}: without {', '.join(sorted(names))}, with unmeasured picks\n")
         if options.rescore or options.repick:
             costs = load_profile(options.rescore).costs if options.rescore else None
-            at, left_out = repicked(at, shapes, costs)
+            at, left_out = repicked(at, shapes, costs, options.first_token_limit)
             sys.stderr.write(f"{at['model']}: {left_out} shapes left out, whose pick wasn't measured\n")
         rows += [
             row for load in dict.fromkeys(key.rpartition("/")[0] for key in at["cells"]) for row in summarise(at, load)

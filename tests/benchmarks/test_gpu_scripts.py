@@ -560,7 +560,7 @@ def test_regret_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             regret,
             "_scores",
-            lambda _, kind, least=least: regret._Scores({"a": 100.0}, "a", least[kind], "a", frozenset()),
+            lambda _, kind, __, least=least: regret._Scores({"a": 100.0}, "a", least[kind], "a", frozenset()),
         )
         found = regret.measure({"decodes": [9, 5], "chunks": [], "steps": 1, "times": 1}, model, engines)
         assert max(len(cell["us"]) for cell in found["cells"].values()) == rounds
@@ -642,6 +642,10 @@ def test_regret_of_some_loads(
         regret.main([*given, "--loads", "code x6"])
     assert list(read(arguments)["cells"]) == ["code x6/0"]
     assert load_profile(str(profile)).model.startswith("Qwen2ForCausalLM")
+    assert read(arguments)["first_token_limit"] == {"step_us": 1.0, "gap_us": 1.25}
+    told_limit = "has a first_token_limit of 1 for step_us, 1.25 for gap_us and this run is of 1.5 for step_us, 1.5 for"
+    with pytest.raises(SystemExit, match=told_limit):
+        regret.main([*given, "--first-token-limit", "1.5"])
     monkeypatch.setattr(regret, "WRITE_S", 0.0)
     assert regret.main([*given, "--loads", "code x1"]) == 0
     told = capsys.readouterr().out
