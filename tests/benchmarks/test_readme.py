@@ -333,15 +333,17 @@ def test_what_deepseek_is_short_of() -> None:
 
 
 def test_what_the_small_qwens_latest_run_is_short_of() -> None:
-    """One cell, by which it is simulated too slow, and how far medians are off."""
-    latest = read("fidelity-h200-rate-2-thirteenth.json")
-    cells = {(row["mode"], row["regime"]): row for row in latest["policies"]["all policies"]}
-    row = cells["split/decodes_beside", "middle"]
-    assert row["bias"] > 0
-    assert f"decode steps beside short prompts are simulated too slow, {row['error']:.1%} off" in WORDS
+    """Nothing but a cell to the letter: how far its cells and medians are off."""
+    latest = read("fidelity-h200-rate-2-fourteenth.json")
+    again = {(each["mode"], each["regime"]): each["error"] for each in latest["cells_again"]}
+    rows = [row for row in latest["policies"]["all policies"] if row["regime"] != "all"]
+    # From a noise of 3% on repeats decide.
+    off = [again[row["mode"], row["regime"]] if row["noise"] >= 0.03 else row["error"] for row in rows]
     served = latest["served"]
     figures = [each[key]["error"] for each in served["policies"].values() for key in ("ttft_p50_ms", "gap_p50_ms")]
-    assert f"Medians are within {max(map(abs, figures)):.1%}, and no pair ranks wrongly" in WORDS
+    told = "Its latest run is over the line in no cell, one of them to the letter only: cells are within "
+    told += f"{max(off):.1%}, medians within {max(map(abs, figures)):.1%}, and every pair ranks as measured"
+    assert told in WORDS
     assert not any((latest["ranked_wrong"], *served["ranked_wrong"].values()))
 
 
