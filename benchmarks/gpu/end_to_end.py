@@ -15,7 +15,8 @@ beside a prompt when the decode half was done on the device. `steps` and failure
 `value`, `low` and `high` are the mean of the rounds and its 95% interval; `ratio_to_vllm_replica` is the mean of the
 rounds' own ratios, above 1 where the policy is better, with the interval from `ratio_low` to `ratio_high`. `served` is
 the requests that every round served at least. Runs are short and many, as hosts change their speed; a round that a run
-was cut off in is served again, whole.
+was cut off in is served again, whole. The table has whole rounds alone: one that not every policy of the file served to
+its end is left out. `date` is the run's, as a load may have been served in two.
 
 Run: ``python -m benchmarks.gpu.end_to_end --config FILE --traces ../shared/traces --out FILE``; a run goes on where its
 file ends. ``--summary FILES... --json end_to_end.json`` makes the table.
@@ -221,12 +222,18 @@ def _forget_parts(cells: dict[str, Any], load: str, policies: Sequence[str]) -> 
                 del cells[name]
 
 
+def whole_rounds(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A file's cells of the rounds that all of its policies have."""
+    done = {name: cell for name, cell in data["cells"].items() if not cell.get("interrupted")}
+    policies = {name.split("/")[2] for name in data["cells"]}
+    served = Counter(name.rpartition("/")[0] for name in done)
+    return {name: cell for name, cell in done.items() if served[name.rpartition("/")[0]] == len(policies)}
+
+
 def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of one model's file."""
+    """Rows of one model's file, by its whole rounds."""
     runs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for name, cell in data["cells"].items():
-        if cell.get("interrupted"):
-            continue
+    for name, cell in whole_rounds(data).items():
         load, round_, policy = name.split("/")
         runs.setdefault((load, policy), {})[int(round_)] = cell
     rows = []
@@ -240,9 +247,10 @@ def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
             ratios = [_ratio(cell[figure], theirs[i][figure], up) for i, cell in rounds.items() if i in theirs]
             ratio, worst, best = interval_of_mean(ratios) if ratios else (math.nan,) * 3
             rows.append({
-                "model": data["model"], "trace": load.partition(" ")[0], "rate": round(data["rates"][load], 4),
-                "load": load, "figure": figure, "policy": policy, "value": round(value, 1), "low": _rounded(low),
-                "high": _rounded(high), "ratio_to_vllm_replica": _rounded(ratio, 4), "ratio_low": _rounded(worst, 4),
+                "model": data["model"], "date": data.get("date", "unstated"), "trace": load.partition(" ")[0],
+                "rate": round(data["rates"][load], 4), "load": load, "figure": figure, "policy": policy,
+                "value": round(value, 1), "low": _rounded(low), "high": _rounded(high),
+                "ratio_to_vllm_replica": _rounded(ratio, 4), "ratio_low": _rounded(worst, 4),
                 "ratio_high": _rounded(best, 4), "repeats": len(rounds),
                 "served": min(cell["served"] for cell in rounds.values()),
             })  # fmt: skip

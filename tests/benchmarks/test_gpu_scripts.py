@@ -515,6 +515,22 @@ def test_ratios_are_above_1_where_better() -> None:
     assert [row["ratio_to_vllm_replica"] for row in over_nothing] == [None, None]
 
 
+def test_rounds_that_a_policy_lacks_do_not_count() -> None:
+    """A policy that served alone has nothing to stand beside, on another load of the file either."""
+    cell = {**dict.fromkeys(end_to_end.BETTER_UP, 10.0), "served": 8}
+    fast = {**cell, "tokens_per_s": 20.0}
+    cells = {"code x1/0/auto": fast, "code x1/0/vllm": cell, "code x1/0/eager": cell}
+    whole = end_to_end.summarise({"cells": dict(cells), "model": "m", "rates": {"code x1": 1.0}})
+    slow = {**cell, "tokens_per_s": 1.0}
+    more = {"code x1/1/auto": slow, "code x1/1/vllm": cell, "code x1/1/eager": {**cell, "interrupted": "stopped"},
+            "burstgpt x1/0/auto": slow, "burstgpt x1/0/vllm": cell}  # fmt: skip
+    data = {"cells": cells | more, "model": "m", "rates": {"code x1": 1.0, "burstgpt x1": 1.0}}
+    assert end_to_end.summarise(data) == whole
+    assert {row["ratio_to_vllm_replica"] for row in whole if row["policy"] == "auto"} == {1, 2}
+    data["cells"]["code x1/1/eager"] = cell
+    assert {(row["load"], row["repeats"]) for row in end_to_end.summarise(data)} == {("code x1", 2)}
+
+
 def test_regret_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every legal way and every policy's pick has a cell, and a load a row of each policy and objective."""
     from kpolicy.settings import Settings
