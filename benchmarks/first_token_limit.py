@@ -11,7 +11,7 @@ Run from the repository root, with the traces in ``../shared/traces`` (or ``--tr
     python -m benchmarks.first_token_limit --date YYYY-MM-DD --json benchmarks/results/first_token_limit.json
 
 Costs are those of the profiles that ship: measured steps of four models on one H200. Without ``--json`` nothing is
-written.
+written. Where a cell fails, or all is interrupted, the file has those that are done, and the exit status isn't 0.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import platform
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 import kpolicy
-from benchmarks.command import commit_of, input_folder, output_file
+from benchmarks.command import command_line, commit_of, input_folder, output_file
+from kpolicy.errors import TraceError
 from kpolicy.profiles import load_profile
 from kpolicy.scheduling.generator import generate_trace
 from kpolicy.scheduling.traces import Trace, read_trace
@@ -51,6 +54,17 @@ LONGEST = 16_384
 """Tokens of a request at most"""
 SERVER = Server(settings=Settings(max_num_reqs=256, max_num_tokens=2048), kv_tokens=1 << 18, warm=True)
 FIGURES = ("tokens_per_s", "ttft_p50_us", "ttft_p99_us", "gap_p50_us", "gap_p99_us")
+
+
+def trace_folder(text: str) -> Path:
+    """An option's folder, which has all the traces."""
+    path = input_folder(text)
+    missing = [name for name in FILES.values() if not (path / name).is_file()]
+    if missing:
+        raise argparse.ArgumentTypeError(
+            f"{text} has no {', '.join(missing)}; give a folder that has {', '.join(FILES.values())}"
+        )
+    return path
 
 
 def middle(trace: Trace, count: int) -> Trace:
@@ -76,9 +90,17 @@ def figures(result: SimResult) -> dict[str, float]:
 
 
 def ratio(figure: str, ours: dict[str, float], theirs: dict[str, float]) -> float:
-    """Above 1 where ours is better."""
+    """Above 1 where ours is better; not a number where either is 0, as gaps are where nobody has two tokens."""
+    if not ours[figure] or not theirs[figure]:
+        return math.nan
     found = ours[figure] / theirs[figure]
     return found if figure == "tokens_per_s" else 1 / found
+
+
+def ratios(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
+    """The ratio of each figure that has one."""
+    found = {name: ratio(name, ours, theirs) for name in FIGURES}
+    return {name: round(each, 3) for name, each in found.items() if not math.isnan(each)}
 
 
 def cell(profile: str, trace: str, folder: Path, load: float) -> dict[str, Any]:
@@ -103,7 +125,7 @@ def cell(profile: str, trace: str, folder: Path, load: float) -> dict[str, Any]:
         ours = figures(result)
         found["auto"][str(limit)] = {
             **ours,
-            "ratios": {name: round(ratio(name, ours, vllm), 3) for name in FIGURES},
+            "ratios": ratios(ours, vllm),
             "steps": {name: mode.steps for name, mode in result.modes.items()},
         }
     return found
@@ -122,52 +144,74 @@ def table(rows: list[dict[str, Any]], profiles: tuple[str, ...] = PROFILES) -> s
             for row in rows
             if (row["profile"], row["load"]) == (profile, load) and row["trace"] in traces
         ]
-        cells = [told([each[figure] for each in of]) for figure in FIGURES]
+        cells = [told([each[figure] for each in of if figure in each]) for figure in FIGURES]
         lines.append(f"| {' | '.join((profile.removesuffix('-h200'), name, str(load), str(limit), *cells))} |")
     return "\n".join(lines)
 
 
 def told(ratios: list[float]) -> str:
-    """From the least to the most, bold where that is below 0.99."""
-    least, most = (
-        f"**{each:.2f}**" if each < 0.99 else f"{each:.2f}" if each < 100 else f"{each:.0f}"
-        for each in (min(ratios), max(ratios))
-    )
-    return f"{least} to {most}" if len(ratios) > 1 else least
+    """From the least to the most, bold where what is told is below 0.99."""
+    texts = [f"{each:.2f}" if each < 100 else f"{each:.0f}" for each in sorted(ratios)]
+    texts = [f"**{each}**" if float(each) < 0.99 else each for each in texts]
+    return " to ".join((texts[0], texts[-1])[: len(texts)]) if texts else "none"
 
 
-def main() -> int:
+def finished(cells: Sequence[tuple[str, str, Path, float]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The place of each cell and its row, as they are done; of one that fails only why is told."""
+    with ProcessPoolExecutor() as pool:
+        places = {pool.submit(cell, *each): place for place, each in enumerate(cells)}
+        for future in as_completed(places):
+            profile, trace, _, load = cells[places[future]]
+            try:
+                row = future.result()
+            except Exception as error:  # noqa: BLE001 - the others are done all the same
+                print(f"{profile} {trace} {load} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                continue
+            print(f"{profile} {trace} {load}")
+            for limit, ours in row["auto"].items():
+                found = (f"{ours['ratios'].get(name, math.nan):6.3f}" for name in FIGURES)
+                print(f"    {limit:5s}", *found, ours["steps"], flush=True)
+            yield places[future], row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=input_folder, default="../shared/traces", help="the folder with the traces")
+    parser.add_argument("--traces", type=trace_folder, default="../shared/traces", help="the folder with the traces")
     parser.add_argument("--date", default="", help="written into the result")
     parser.add_argument("--json", type=output_file, help="the file that the result is written to; without it none is")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    try:
+        for name in FILES.values():
+            read_trace(arguments.traces / name)
+    except TraceError as error:
+        parser.error(f"argument --traces: {error}")
     commit = commit_of()
     cells = [*itertools.product(PROFILES, (*FILES, GENERATED), [arguments.traces], LOADS)]
-    rows = []
-    with ProcessPoolExecutor() as pool:
-        for row in pool.map(cell, *zip(*cells, strict=True)):
-            rows.append(row)
-            print(f"{row['profile']} {row['trace']} {row['load']}")
-            for limit, ours in row["auto"].items():
-                print(
-                    f"    {limit:5s}", *(f"{ours['ratios'][name]:6.3f}" for name in FIGURES), ours["steps"], flush=True
-                )
+    done: dict[int, dict[str, Any]] = {}
+    try:
+        for place, row in finished(cells):
+            done[place] = row  # noqa: PERF403 - those before an interrupt are kept
+    finally:
+        rows = [done[place] for place in sorted(done)]
+        if arguments.json is not None and rows:
+            written = {
+                "what": "auto for throughput by first_token_limit against the replica of vLLM's rule in simulated "
+                "time; ratios above 1 favour auto",
+                "date": arguments.date,
+                "commit": commit,
+                "command": command_line("benchmarks.first_token_limit", argv),
+                "kpolicy": kpolicy.__version__,
+                "python": platform.python_version(),
+                "settings": attrs.asdict(SERVER.settings),
+                "kv_tokens": SERVER.kv_tokens,
+                "rows": rows,
+            }
+            text = json.dumps(written, indent=1, allow_nan=False) + "\n"
+            arguments.json.write_text(text, encoding="utf-8")
+    if len(rows) < len(cells):
+        print(f"{len(cells) - len(rows)} of {len(cells)} cells failed, so there is no table.", file=sys.stderr)
+        return 1
     print(f"\n{table(rows)}")
-    if arguments.json is not None:
-        written = {
-            "what": "auto for throughput by first_token_limit against the replica of vLLM's rule in simulated time; "
-            "ratios above 1 favour auto",
-            "date": arguments.date,
-            "commit": commit,
-            "command": f"python -m benchmarks.first_token_limit --date {arguments.date} --json FILE",
-            "kpolicy": kpolicy.__version__,
-            "python": platform.python_version(),
-            "settings": attrs.asdict(SERVER.settings),
-            "kv_tokens": SERVER.kv_tokens,
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -40,7 +40,16 @@ __all__ = [
 
 
 class KPolicyError(Exception):
-    """Base of every error that kpolicy raises on purpose."""
+    """Base of every error that kpolicy raises on purpose. It pickles, so that a pool of processes hands it on."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own would call the class with the message alone, which isn't what every class takes.
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(kind: type[KPolicyError], args: tuple[Any, ...]) -> KPolicyError:
+    """An error with that message; its fields follow."""
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(KPolicyError, ValueError):

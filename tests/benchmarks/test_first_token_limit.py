@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import first_token_limit as made
+from benchmarks.command import command_line
 from kpolicy import settings
+from kpolicy.errors import TraceError
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT.parent / "shared" / "traces"
@@ -58,7 +63,9 @@ def test_the_result_is_whole_and_says_how_it_was_made() -> None:
     traces = (*made.FILES, made.GENERATED)
     assert cells == [(each, trace, load) for each in made.PROFILES for trace in traces for load in made.LOADS]
     assert re.fullmatch(r"[0-9a-f]{7}\+?", FOUND["commit"])
-    assert FOUND["date"] in FOUND["command"]
+    told = (made.__doc__ or "").partition("python -m benchmarks.first_token_limit ")[2].partition("\n")[0]
+    given = told.replace("YYYY-MM-DD", FOUND["date"]).split()
+    assert FOUND["command"] == command_line("benchmarks.first_token_limit", given)
     assert {"kpolicy", "python"} <= FOUND.keys()
     for row in FOUND["rows"]:
         for limit, ours in row["auto"].items():
@@ -124,3 +131,142 @@ def test_generated_requests_are_what_is_simulated_now(tmp_path: Path) -> None:
 def test_the_result_on_record_is_what_is_simulated_now(profile: str, trace: str, load: float) -> None:
     """Two cells again: the same figures and steps."""
     assert made.cell(profile, trace, TRACES, load) == row_of(profile, trace, load)
+
+
+# The command
+
+
+class Pool:
+    """A pool of processes, all in this one."""
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, run: Any, *given: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(run(*given))
+        except Exception as error:  # noqa: BLE001 - as a pool does
+            future.set_exception(error)
+        return future
+
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """A folder with all of them."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for name in made.FILES.values():
+        (folder / name).write_text(TRACE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, float]]:
+    """Each cell has the row on record, but those listed, which fail."""
+    failing: list[tuple[str, str, float]] = []
+
+    def cell(profile: str, trace: str, folder: Path, load: float) -> dict[str, Any]:
+        if (profile, trace, load) in failing:
+            raise TraceError(folder / made.FILES[trace], 3, "it was cut meanwhile")
+        return row_of(profile, trace, load)
+
+    monkeypatch.setattr(made, "cell", cell)
+    monkeypatch.setattr(made, "ProcessPoolExecutor", Pool)
+    return failing
+
+
+def test_what_is_written_says_what_was_given(traces: Path, cells: Any, tmp_path: Path) -> None:
+    """All rows, in the order of the cells; an option that was left out isn't in the command."""
+    out = tmp_path / "out.json"
+    assert made.main(["--traces", str(traces), "--json", str(out)]) == 0
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert written["command"] == "python -m benchmarks.first_token_limit --traces traces --json out.json"
+    assert written["rows"] == FOUND["rows"]
+    assert written.keys() == FOUND.keys()
+    assert cells == []
+
+
+def test_what_is_done_is_kept_where_a_cell_fails(
+    traces: Path, cells: list[tuple[str, str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which one, and why, is said."""
+    cells += [(LLAMA, "code", 0.7), (QWEN, "Mooncake", 1.3)]
+    out = tmp_path / "out.json"
+    assert made.main(["--traces", str(traces), "--json", str(out)]) == 1
+    kept = [row for row in FOUND["rows"] if (row["profile"], row["trace"], row["load"]) not in cells]
+    assert json.loads(out.read_text(encoding="utf-8"))["rows"] == kept
+    told = capsys.readouterr().err
+    assert f"{LLAMA} code 0.7 failed: TraceError: {traces / made.FILES['code']}, line 3: it was cut meanwhile" in told
+    assert "2 of 40 cells failed" in told
+
+
+def test_what_is_done_is_kept_where_it_is_interrupted(
+    traces: Path, cells: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from the keyboard."""
+
+    def finished(_: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+        yield 3, FOUND["rows"][3]
+        yield 1, FOUND["rows"][1]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(made, "finished", finished)
+    out = tmp_path / "out.json"
+    with pytest.raises(KeyboardInterrupt):
+        made.main(["--traces", str(traces), "--json", str(out)])
+    assert json.loads(out.read_text(encoding="utf-8"))["rows"] == [FOUND["rows"][1], FOUND["rows"][3]]
+    assert cells == []
+
+
+@pytest.mark.parametrize("case", ["missing", "empty"])
+def test_traces_are_looked_at_first(
+    case: str, traces: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that can't be read is one line, before any process is started."""
+    monkeypatch.setattr(made, "ProcessPoolExecutor", None)
+    bad = traces / made.FILES["code"]
+    bad.unlink()
+    if case == "empty":
+        bad.touch()
+    with pytest.raises(SystemExit) as ended:
+        made.main(["--traces", str(traces)])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "argument --traces: " in last
+    if case == "missing":
+        assert f"{traces} has no {bad.name}; give a folder that has {', '.join(made.FILES.values())}" in last
+    else:
+        assert f"{bad}: the file is empty" in last
+
+
+@pytest.mark.parametrize(
+    ("ratios", "told"),
+    [
+        ([0.9899, 1.0], "0.99 to 1.00"), ([0.985, 0.9849], "**0.98** to **0.98**"), ([0.5], "**0.50**"),
+        ([2.0, 0.9], "**0.90** to 2.00"), ([99.999, 553.2], "100.00 to 553"), ([], "none"),
+    ],
+)  # fmt: skip
+def test_bold_is_what_is_told_to_be_below(ratios: list[float], told: str) -> None:
+    """As it reads: 0.99 isn't below 0.99."""
+    assert made.told(ratios) == told
+
+
+def test_a_figure_of_0_has_no_ratio() -> None:
+    """Where nobody has two tokens there are no gaps; the other ratios are told, and the table leaves it out."""
+    ours, theirs = (dict.fromkeys(made.FIGURES, value) for value in (2.0, 1.0))
+    theirs["gap_p50_us"] = ours["gap_p99_us"] = theirs["gap_p99_us"] = 0.0
+    assert math.isnan(made.ratio("gap_p50_us", ours, theirs))
+    found = made.ratios(ours, theirs)
+    assert found == {"tokens_per_s": 2.0, "ttft_p50_us": 0.5, "ttft_p99_us": 0.5}
+    rows = [
+        {"profile": LLAMA, "trace": trace, "load": load, "auto": {limit: {"ratios": found} for limit in (NO, QUARTER)}}
+        for trace in (*made.FILES, made.GENERATED) for load in made.LOADS
+    ]  # fmt: skip
+    assert made.table(rows, (LLAMA,)).splitlines()[-1].endswith("| 2.00 | **0.50** | **0.50** | none | none |")
