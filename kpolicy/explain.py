@@ -9,7 +9,7 @@ import attrs
 from kpolicy.costs import Cost
 from kpolicy.decision import Decision
 from kpolicy.kv_span import NOT_RECORDED
-from kpolicy.modes import Mode, Rows
+from kpolicy.modes import Mode, Rows, SplitForm
 from kpolicy.policies.auto import SPLIT_MARGIN, cheapest, clear_us, deciding, in_tail, near_tie
 from kpolicy.policies.base import (
     Policy,
@@ -147,21 +147,24 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
         ways.insert(0, chosen)
     costs = [context.costs.cost(way.launches, numbers) for way in ways]
     mine = costs[ways.index(chosen)]
+    # The bound on the prefill rows is of what the policy chooses among.
+    forms = getattr(policy, "forms", tuple(SplitForm))
+    among = [way is chosen or way.form is None or way.form in forms for way in ways]
     long_gaps = [in_tail(way, cost, numbers) for way, cost in zip(ways, costs, strict=True)]
     clearly_us = clear_us(ways, costs)
     near = [near_tie(way, cost, clearly_us) for way, cost in zip(ways, costs, strict=True)]
-    left_out = [long or tie for long, tie in zip(long_gaps, near, strict=True)]
-    shortest_us = min(cost.cycle_us for cost, out in zip(costs, left_out, strict=True) if not out or all(left_out))
+    kept = [own and not (long or tie) for own, long, tie in zip(among, long_gaps, near, strict=True)]
+    shortest_us = min(cost.cycle_us for cost, keep in zip(costs, kept if any(kept) else among, strict=True) if keep)
     limit_us = context.objective.first_token_limit * shortest_us if numbers.num_prefills else float("inf")
     considered = [
         Considered(
             way.mode.value if way.form is None else f"{way.mode.value}/{way.form.value}",
             "; ".join(str(launch) for launch in way.launches) or "nothing to run",
             cost,
-            "chosen" if way == chosen else _lost(policy, cost, mine, limit_us, long, tie, numbers, context),
+            "chosen" if way == chosen else _lost(policy, cost, mine, limit_us, own, long, tie, numbers, context),
             way == chosen,
         )
-        for way, cost, long, tie in zip(ways, costs, long_gaps, near, strict=True)
+        for way, cost, own, long, tie in zip(ways, costs, among, long_gaps, near, strict=True)
     ]
     considered.sort(key=lambda each: (not each.chosen, _score(each, context)))
     considered += _illegal(ways, numbers, context)
@@ -181,8 +184,8 @@ def _score(each: Considered, context: PolicyContext) -> float:
 
 
 def _lost(
-    policy: Policy, cost: Cost, chosen: Cost, limit_us: float, long_gaps: bool, near: bool, numbers: BatchNumbers,
-    context: PolicyContext,
+    policy: Policy, cost: Cost, chosen: Cost, limit_us: float, own: bool, long_gaps: bool, near: bool,
+    numbers: BatchNumbers, context: PolicyContext,
 ) -> str:  # fmt: skip
     score, best = (context.costs.score(each, context.objective) for each in (cost, chosen))
     difference = f"{(score / best - 1) * 100:+.1f}% {_measure(context)}" if best else "no different"
@@ -190,11 +193,14 @@ def _lost(
         return f"the rule doesn't choose it; {difference}"
     if score > best:
         return difference
+    if not own and score < best:
+        return f"the policy doesn't consider it; {difference}"
     if long_gaps:
         return f"more of the longest gaps, those above {numbers.gap_tail_us:,.0f} us; {difference}"
     if cost.cycle_us > limit_us:
         limit = context.objective.first_token_limit
-        return f"delays the prefill rows beyond {limit:g}x of the best way for them; {difference}"
+        beyond = "" if limit == 1 else f"beyond {limit:g}x of the best way for them"
+        return f"delays the prefill rows{beyond and ' ' + beyond}; {difference}"
     if near:
         return f"not {SPLIT_MARGIN:.0%} shorter than the best way that doesn't divide the batch; {difference}"
     if score < best:

@@ -192,13 +192,14 @@ def test_rules_say_that_they_are_rules() -> None:
     assert all(each.verdict.startswith("the rule doesn't choose it; ") for each in lost)
 
 
-def test_a_form_that_the_policy_leaves_out_is_said_to_be_left_out() -> None:
-    """A cheaper way that `auto` was told not to consider isn't called as cheap."""
+@pytest.mark.parametrize("limit", [1.0, 1.25])
+def test_a_form_that_the_policy_leaves_out_is_said_to_be_left_out(limit: float) -> None:
+    """A cheaper way that `auto` was told not to consider isn't called as cheap, nor later for the prompt."""
     from kpolicy.policies.auto import AutoPolicy
 
     told = Engine(
         AutoPolicy(forms=()), ladder=CaptureSizes((1, 4), (), (16, 64)), settings=LIMITS, attention="mla",
-        objective=Objective(1.0, 0.0, first_token_limit=1.25),
+        objective=Objective(1.0, 0.0, first_token_limit=limit),
     )  # fmt: skip
     explanation = told.explain(BatchShape(decodes=[(1, 4)], prefills=[(64, 0)]))
     best = explanation.considered[0].cost
