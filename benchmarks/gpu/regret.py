@@ -67,6 +67,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.command import command_line, input_file, input_path, output_file, profile
 from benchmarks.gpu.shapes import BLOCK_SIZE, KV_TOKENS, LONGEST, MAX_NUM_REQS, MAX_NUM_TOKENS
+from benchmarks.objectives import UNSTATED_LIMIT
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 LADDER = (*VLLM_SIZES, 640, 768, 1024, 1280, 1536, 1792, 2048)
@@ -92,8 +93,6 @@ AUTO = {"step_us": PLAIN, "gap_us": "auto latency"}
 """The policy that the others are held to, by objective: what a user sets who wants short gaps"""
 OBJECTIVES = {"step_us": "throughput", "gap_us": "latency"}
 """What that `auto` minimises"""
-UNSTATED_LIMIT = 1.25
-"""On time to first token, of files that don't say: every objective's default until 2026-11-29"""
 RESAMPLES, SEED = 10_000, 0
 WRITE_S = 15.0
 """Seconds between writes of what there is: a run that is killed loses no more"""
@@ -388,7 +387,7 @@ def measure(
         if done >= SURER_ROUNDS and done % 2 == 0:
             run_now = [times[name] for name in cells if len(times[name]) == done]
             unsettled = done < FIRST_ROUNDS + ROUNDS and _unsettled(run_now)
-            if not unsettled and not _unsure(result(), _limit(done), limits):
+            if not unsettled and not _unsure(result(), limits, _limit(done)):
                 break
         best = min((statistics.median(each) for name, each in times.items() if each and name in cells), default=0.0)
         # A cycle beyond this is no way to run a step with prompts, however short its gap.
@@ -423,13 +422,12 @@ def _unsettled(cells: Sequence[Sequence[float]]) -> bool:
     return any(max(half) > (1 + UNSETTLED) * min(half) for half in halves)
 
 
-def _unsure(shape: dict[str, Any], limit: float = UNSURE, limits: Mapping[str, float] | None = None) -> bool:
+def _unsure(shape: dict[str, Any], limits: Mapping[str, float], limit: float = UNSURE) -> bool:
     """Whether a shape's noise floor, as rows have it, is above the limit by either objective.
 
     After `MOST_ROUNDS` rounds any floor is taken: `summarise` counts shapes above the limit (`unsure_shapes`).
     """
-    bounds = limits_of({}) if limits is None else limits
-    return any(_scores(shape, objective, bounds[objective]).unsure(limit) for objective in AUTO)
+    return any(_scores(shape, objective, limits[objective]).unsure(limit) for objective in AUTO)
 
 
 def _steps(decision: Any) -> int:
@@ -664,7 +662,7 @@ class _Scores:
         return self.us[self.oracle] > (1 + limit) * self.least
 
 
-def _scores(shape: dict[str, Any], objective: str, limit: float = UNSTATED_LIMIT) -> _Scores:
+def _scores(shape: dict[str, Any], objective: str, limit: float) -> _Scores:
     """What one shape's cells are worth by that objective, with that bound on time to first token."""
     alone = statistics.median(shape["alone_us"]) if shape["alone_us"] else 0.0
     kind = objective if shape["tokens"][0] else "step_us"
@@ -759,7 +757,8 @@ def summarise(at: dict[str, Any], load: str) -> list[dict[str, Any]]:
             over, low, high = _over(us, taken[auto], oracle_us)
             rows.append({
                 "model": at["model"], "trace": trace, "rate": float(rate), "objective": objective, "policy": policy,
-                "shapes": len(found), "steps": steps, "too_long": at.get("too_long", {}).get(load),
+                "first_token_limit": limits[objective], "shapes": len(found), "steps": steps,
+                "too_long": at.get("too_long", {}).get(load),
                 "mean_regret": regret, "p99_regret": p99,
                 "mean_regret_unbounded": unbounded, "p99_regret_unbounded": unbounded_p99,
                 "noise_floor": round(sum(floors) / sum(oracle_us), 5), "unsure_shapes": unsure,

@@ -209,7 +209,7 @@ def over_expected(shape: dict[str, Any], way: str) -> float:
 
 def is_late(shape: dict[str, Any], way: str) -> bool:
     """Whether a way breaks the bound on time to first token."""
-    return way in measured_regret._scores(shape, "step_us").late
+    return way in measured_regret._scores(shape, "step_us", measured_regret.UNSTATED_LIMIT).late
 
 
 def quickest(shape: dict[str, Any]) -> tuple[str, float]:
@@ -290,7 +290,10 @@ def test_the_load_beyond_a_limit_is_told() -> None:
     cells = raw("dsv2lite")["cells"]
     (shape,) = [shape for key, shape in cells.items() if key.startswith("code x1/") and lost(shape, "gap_us") > 0.1]
     assert lost(shape, "gap_us") == pytest.approx(gaps["p99_regret"], abs=1e-5)
-    pick, best = shape["picks"]["auto latency"], measured_regret._scores(shape, "gap_us").oracle
+    pick, best = (
+        shape["picks"]["auto latency"],
+        measured_regret._scores(shape, "gap_us", measured_regret.UNSTATED_LIMIT).oracle,
+    )
     assert shape["picks"]["auto"] == pick
     assert pick.startswith("piecewise all:")
     assert best.startswith("split decode:FULL 8t/8r q=1:@0x2+prefill:PIECEWISE")
@@ -372,7 +375,7 @@ def test_the_new_kernels_are_told_over_the_run_before() -> None:
 
 def lost(shape: dict[str, Any], objective: str = "step_us") -> float:
     """What `auto`'s pick takes over the oracle's, less 1."""
-    scores = measured_regret._scores(shape, objective)
+    scores = measured_regret._scores(shape, objective, measured_regret.UNSTATED_LIMIT)
     return scores.us[shape["picks"][measured_regret.AUTO[objective]]] / scores.us[scores.oracle] - 1
 
 
@@ -501,7 +504,12 @@ def test_what_is_left_is_told() -> None:
     *small, one, two, (_, large) = found
     assert [model for model, _ in found] == [*["qwen05b"] * 4, *["dsv2lite"] * 2, "llama8b"]
     ways = [
-        (shape, shape["picks"]["auto"], measured_regret._scores(shape, "step_us").oracle) for _, shape in (one, two)
+        (
+            shape,
+            shape["picks"]["auto"],
+            measured_regret._scores(shape, "step_us", measured_regret.UNSTATED_LIMIT).oracle,
+        )
+        for _, shape in (one, two)
     ]
     sizes = [[int(way.removeprefix("piecewise all:PIECEWISE ").partition("t:")[0]) for way in each[1:]]
              for each in ways]  # fmt: skip
@@ -516,7 +524,10 @@ def test_what_is_left_is_told() -> None:
     ) in words
     by, equal, tokens = [], [], []
     for _, shape in small:
-        pick, best = shape["picks"]["auto"], measured_regret._scores(shape, "step_us").oracle
+        pick, best = (
+            shape["picks"]["auto"],
+            measured_regret._scores(shape, "step_us", measured_regret.UNSTATED_LIMIT).oracle,
+        )
         cells = shape["cells"][pick], shape["cells"][best]
         by.append(1 - statistics.median(cells[1]["us"]) / statistics.median(cells[0]["us"]))
         tokens.append(int(best.removeprefix("full all:FULL ").partition("t")[0]))
@@ -526,7 +537,10 @@ def test_what_is_left_is_told() -> None:
     assert (equal.count(True), sum(size > 512 for size in tokens)) == (1, 3)
     assert max(int(name.partition("FULL ")[2].partition("t")[0]) for shape in raw("qwen05b")["cells"].values()
                for name in (shape["picks"]["full"],) if name.startswith("full all:FULL")) <= 512  # fmt: skip
-    pick, best = large["picks"]["auto"], measured_regret._scores(large, "step_us").oracle
+    pick, best = (
+        large["picks"]["auto"],
+        measured_regret._scores(large, "step_us", measured_regret.UNSTATED_LIMIT).oracle,
+    )
     taken = [statistics.median(large["cells"][way]["us"]) / 1e3 for way in (pick, best)]
     assert (
         f"On the 8B {large['tokens'][0]} decode rows and a prompt of {large['tokens'][1]} tokens took "
@@ -724,7 +738,7 @@ def test_the_most_over_an_oracle_without_the_bound_is_told() -> None:
         over = []
         for key, shape in raw(model)["cells"].items():
             if key.startswith(load):
-                scores = measured_regret._scores(shape, objective)
+                scores = measured_regret._scores(shape, objective, measured_regret.UNSTATED_LIMIT)
                 pick = shape["picks"][measured_regret.AUTO[objective]]
                 over.append((scores.us[pick] / scores.us[scores.unbounded] - 1, shape, scores))
         lost, shape, scores = max(over, key=lambda each: each[0])

@@ -590,14 +590,14 @@ def test_a_shape_that_is_unsure_is_measured_longer() -> None:
         found = {name: {"steps": 2, "us": us} for name, us in cells.items()}
         return {"tokens": [4, 16, 40, 200], "cells": found, "alone_us": [alone_us]}
 
-    assert regret._unsure(of(a=steady, b=other))
-    assert not regret._unsure(of(a=steady, b=[101.0] * 14))
-    assert not regret._unsure(of(a=steady, b=[101.0] * 14, c=late)), "late cells have no say"
+    assert regret._unsure(of(a=steady, b=other), regret.limits_of({}))
+    assert not regret._unsure(of(a=steady, b=[101.0] * 14), regret.limits_of({}))
+    assert not regret._unsure(of(a=steady, b=[101.0] * 14, c=late), regret.limits_of({})), "late cells have no say"
     # 0.4% of a cycle are 2.7% of 15 us, which is what is left without a decode step of 85.
     near = {"a": [100.0, 100.4] * 3, "b": [100.2, 100.0] * 3}
-    assert not regret._unsure(of(**near), regret._limit(6))
-    assert regret._unsure(of(85.0, **near), regret._limit(6))
-    assert regret._unsure(of(85.0, **near))
+    assert not regret._unsure(of(**near), regret.limits_of({}), regret._limit(6))
+    assert regret._unsure(of(85.0, **near), regret.limits_of({}), regret._limit(6))
+    assert regret._unsure(of(85.0, **near), regret.limits_of({}))
 
 
 @pytest.mark.parametrize(("model", "key"), [("qwen05b", "conversation x1/39"), ("llama8b", "code x6/16")])
@@ -605,7 +605,7 @@ def test_shapes_that_were_done_too_soon_would_be_measured_longer(model: str, key
     """After six samples on 2026-11-28, with a noise floor above 2%."""
     cell = json.loads((RAW / f"regret_{model}.json").read_text())["cells"][key]
     assert max(len(each["us"]) for each in cell["cells"].values()) == 6
-    assert regret._unsure(cell)
+    assert regret._unsure(cell, regret.limits_of({}))
 
 
 @pytest.mark.parametrize(

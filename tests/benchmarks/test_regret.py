@@ -453,7 +453,7 @@ def test_split_has_the_second_size_of_either_graph() -> None:
 def test_the_bound_is_that_of_the_choosing_half() -> None:
     """A way in time by that half may be taken, whatever the scoring half says; `late` is by all samples."""
     each = mixed(picks("a"), a=[100.0] * 10, b=[80.0, 400.0] * 5, c=[85.0, 95.0] * 5)
-    scores = regret._scores(each, "step_us")
+    scores = regret._scores(each, "step_us", regret.UNSTATED_LIMIT)
     assert scores.oracle == "b", "80 is in time; 240, which is late, is by all samples"
     assert (scores.least, set(scores.late)) == (95.0, {"b"})
 
@@ -462,8 +462,8 @@ def test_a_cell_that_was_given_up_is_in_time_by_all_its_samples() -> None:
     """Its first and last sample would be in time; its median isn't, so that it isn't the oracle's."""
     each = mixed(picks("a"), a=[100.0] * 4, b=[90.0, 900.0, 150.0])
     each["cells"]["b"]["steps"] = 2
-    assert regret._scores(each, "gap_us").oracle == "a"
-    assert regret._scores(each, "gap_us").unbounded == "b"
+    assert regret._scores(each, "gap_us", regret.UNSTATED_LIMIT).oracle == "a"
+    assert regret._scores(each, "gap_us", regret.UNSTATED_LIMIT).unbounded == "b"
 
 
 def test_regret_over_an_oracle_that_may_be_late() -> None:
@@ -527,7 +527,7 @@ def test_a_cell_whose_halves_are_apart_is_unsettled() -> None:
     steady, moved = [22.0, 22.3, 22.3, 22.2, 22.1, 22.1], [22.4, 22.7, 22.4, 27.0, 25.6, 25.4]
     assert not regret._unsettled([steady])
     assert regret._unsettled([steady, moved])
-    assert not regret._unsure(mixed(picks("a"), a=steady, b=moved), regret.UNSURE / 4)
+    assert not regret._unsure(mixed(picks("a"), a=steady, b=moved), regret.limits_of({}), regret.UNSURE / 4)
 
 
 @pytest.mark.parametrize(
