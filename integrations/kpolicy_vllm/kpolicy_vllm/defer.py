@@ -19,7 +19,8 @@ step be one is left for the step after, as without the wait. Other steps with pr
 before the running step's tokens is no longer than without the wait, or than those 1.5 steps.
 
 vLLM's loop does all the rest: the requests that come in during the wait are taken in by its own method as they come.
-Where somebody is left out, that isn't asked again before the step. It is asked first of all after it.
+Where somebody is left out the wait is over, and that isn't asked again before the step. It is asked first of all after
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kpolicy.decision import Launch
 from kpolicy.modes import Rows as RowsOf
 from kpolicy_vllm.rows import left_of, queues_of
 from kpolicy_vllm.state import State, held_by, state_of, workers_apart
-from kpolicy_vllm.steps import Entry, numbers_of
+from kpolicy_vllm.steps import Entry, Step, numbers_of
 
 __all__ = ["Deferral", "attach", "made_for", "why_not"]
 
@@ -232,8 +233,8 @@ class Deferral:
         """What the device was expected to take for the last step"""
         self._launching_s: dict[str | None, float] = {}
         """By mode, what the host took lately from the turn's beginning until all of a step was launched"""
-        self._decodes: Entry | None = None
-        """The answer for the last step of decodes alone"""
+        self._once: set[str | None] = set()
+        """Modes of which that is of one launch"""
         # The wait that is under way:
         self._from_s = self._ends_s = self._latest_s = self._until_s = 0.0
         """When the tokens before were handed over, when the running step is expected to end, until when a wait may be
@@ -331,12 +332,14 @@ class Deferral:
             return False
         self._from_s, self._ends_s = self._begun_s, self._end_s(step)
         self._latest_s = min(self._ends_s - self.lead_s - self.margin_s, now_s + device_s)
-        if self._latest_s - now_s < LEAST_S or self._decodes is None or not self._incoming() or not self._runs():
+        if self._latest_s - now_s < LEAST_S or not self._incoming() or not self._runs():
             return False
         decodes, tokens, places = self._in_line()
         if places <= 0 or decodes + tokens >= self._engine.scheduler.max_num_scheduled_tokens:
             return False  # nobody who arrives now can be in the next step
-        self._long_s = LONG * self._answer_device_s(self._decodes)
+        if decodes <= 0:
+            return False  # how long a gap is isn't known
+        self._long_s = LONG * self._answer_device_s(self._next(decodes, 0))
         self._prompts = tokens > 0
         entry = self._next(decodes, tokens)
         self._until_s = self._due_s(entry, now_s + self._launched_in_s(entry))
@@ -344,11 +347,13 @@ class Deferral:
 
     def _next(self, decodes: int, tokens: int) -> Entry:
         """The answer for the next step, of so many decodes, and tokens of prompts beside them."""
-        if not tokens:
-            assert self._decodes is not None  # noqa: S101 - there are no waits without
-            return self._decodes
-        total = min(decodes + tokens, self._engine.scheduler.max_num_scheduled_tokens)
-        found: Entry = self._state.dispatcher.chooser.cell(total, decodes)
+        chooser, query_len = self._state.dispatcher.chooser, self._state.settings.query_len
+        found: Entry
+        if tokens:
+            found = chooser.cell(min(decodes + tokens, self._engine.scheduler.max_num_scheduled_tokens), decodes)
+        else:
+            decodes = max(decodes, 1)  # all may have been aborted in the wait
+            found = chooser.entry(Step(decodes * query_len, decodes, decodes, query_len, query_len))
         return found
 
     def _launched_in_s(self, entry: Entry) -> float:
@@ -399,20 +404,20 @@ class Deferral:
             if came:
                 self.came_s = max(self.came_s, self._now())
                 if not self._look():
-                    break
+                    return False
             left_s = self._until_s - self._now()
             if left_s <= 0 or not self._runs():
                 return False
-            if came and not self._left_out:
+            if came:
                 return True
             self._sleep(min(left_s, POLL_S))
-        self._left_out = False
         return False
 
     def _look(self) -> bool:
-        """Look at what came in: whether to wait on, until when, and whether that is for the next step.
+        """Look at what came in: whether it is for the next step, and until when to wait on.
 
-        Whoever would make a gap long is left for the step after, as without the wait, and with them all who came later.
+        Where it would make a gap long all of it is left for the step after, as without the wait. Nobody who comes later
+        could be before it, so there is nothing left to wait for.
         """
         incoming = self._engine.input_queue
         with incoming.mutex:
@@ -420,17 +425,17 @@ class Deferral:
         kinds = [getattr(kind, "name", "") for kind, _ in items]
         if not _PLAIN.issuperset(kinds):
             return False
-        if not self._left_out:
-            decodes, tokens, _ = self._in_line()
-            for kind, (_, given) in zip(kinds, items, strict=True):
-                if kind == "ADD":
-                    tokens += given[0].num_tokens - given[0].num_computed_tokens
-            entry = self._next(decodes, tokens)
-            due_s = self._due_s(entry)
-            longer = self._prompts and self._answer_device_s(entry) > self._long_s
-            self._left_out = longer or due_s < min(self._until_s, self._now())
-            if not self._left_out:
-                self._until_s, self._prompts = min(self._until_s, due_s), tokens > 0
+        decodes, tokens, _ = self._in_line()
+        for kind, (_, given) in zip(kinds, items, strict=True):
+            if kind == "ADD":
+                tokens += given[0].num_tokens - given[0].num_computed_tokens
+        entry = self._next(decodes, tokens)
+        due_s = self._due_s(entry)
+        longer = self._prompts and self._answer_device_s(entry) > self._long_s
+        self._left_out = longer or due_s < min(self._until_s, self._now())
+        if self._left_out:
+            return False
+        self._until_s, self._prompts = min(self._until_s, due_s), tokens > 0
         return True
 
     def _count(self, waited_s: float) -> None:
@@ -511,8 +516,6 @@ class Deferral:
         self._made = _Step(output, entry, costs_us, ahead_s, first_s)
         self._made.until_s = self._done_s = now_s
         self._steps.append(self._made)
-        if entry is not None and _alone(entry):
-            self._decodes = entry
 
     def _sampled(self) -> None:
         """So was what samples its tokens."""
@@ -572,14 +575,24 @@ class Deferral:
         most_s, self._longest_s = max(device_s, self._longest_s), device_s
         needed_s = min((self._done_s if step.whole else step.first_s) - self._begun_s + self._behind_s, most_s)
         self.lead_s = max(needed_s, self.lead_s + _FORGOTTEN * (needed_s - self.lead_s))
-        took_s = self._done_s - self._begun_s
-        known_s = self._launching_s.get(step.mode, took_s)
-        took_s = min(took_s, 2 * known_s)  # or one pause would be remembered for long
-        self._launching_s[step.mode] = max(took_s, known_s + _FADES * (took_s - known_s))
+        self._learn_launching(step.mode, self._done_s - self._begun_s)
         turn_s = now_s - self._begun_s - blocked_s
         self._behind_s = min(max(self._behind_s + turn_s - device_s, 0.0), most_s)
         self.margin_s = max(_SOONER * self.margin_s, LEAST_MARGIN_S)
         self._seen += 1
+
+    def _learn_launching(self, mode: str | None, took_s: float) -> None:
+        """Bring what launches of a mode take to what one took: one pause would be remembered for long."""
+        known_s = self._launching_s.get(mode)
+        if known_s is None:
+            self._once.add(mode)
+            known_s = took_s
+        elif mode in self._once:
+            self._once.remove(mode)
+            if 2 * took_s < known_s:
+                known_s = took_s  # the first may have compiled
+        took_s = min(took_s, 2 * known_s)
+        self._launching_s[mode] = max(took_s, known_s + _FADES * (took_s - known_s))
 
     def _judge(self, *, late: bool) -> None:
         if late:

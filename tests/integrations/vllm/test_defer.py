@@ -325,14 +325,19 @@ def test_a_launch_bit_by_bit_is_late_where_the_device_had_nothing_to_do(pieces: 
     machine = Machine(launch_s=launching(0.5))
     engine, state, deferral = settled(machine)
     engine.model_executor.pieces = pieces and ANY
-    margin_s = deferral.margin_s
+    machine.input_queue.put(added("before", 300, 1))
+    for _ in turns(engine, 100):
+        pass
+    margin_s, idle_s = deferral.margin_s, machine.idle_s
+    assert not state.counters.counts["deferred_late"]
     machine.slower = 0.5
     for _ in turns(engine, 1):
         pass
     machine.arrivals.append((machine.time_s + 1e-3, added("new", 300)))
     for _ in turns(engine, 1):
         pass
-    assert machine.idle_s > 1e-3
+    assert "new" in engine.model_executor.steps[-1][1].num_scheduled_tokens
+    assert machine.idle_s > idle_s + 1e-3
     assert state.counters.counts["deferred_late"] == 1
     assert deferral.margin_s > 1.4 * margin_s
 
@@ -872,13 +877,18 @@ def steps_with(engine: Plain, *names: str) -> list[int]:
     return [next(place for place, tokens in enumerate(last) if name in tokens) for name in names]
 
 
-def test_a_prompt_whose_step_is_long_to_launch_is_left_for_the_step_after() -> None:
-    """As without the wait; nobody who came later is before it, and both are taken in first of all then."""
+@pytest.mark.parametrize("later_s", [0.0, 1e-3])
+def test_a_prompt_whose_step_is_long_to_launch_is_left_for_the_step_after(later_s: float) -> None:
+    """As without the wait, which ends there: who comes later can't be before it, and who is seen with it is left too.
+
+    All are taken in first of all after the step.
+    """
     engine, state, _ = taught()
     machine, ends_s = engine.machine, engine.machine.device_s
-    machine.arrivals += [(machine.time_s + 1e-3, added("long", 1200)), (machine.time_s + 2e-3, added("short", 300))]
+    comes_s = machine.time_s + 1e-3
+    machine.arrivals += [(comes_s, added("long", 1200)), (comes_s + later_s, added("short", 300))]
     engine.process()
-    assert machine.time_s == pytest.approx(ends_s - NEEDED_S, abs=0.5e-3)  # it waited as long as with nobody there
+    assert comes_s <= machine.time_s < comes_s + 0.3e-3 < ends_s - NEEDED_S - 1e-3
     assert not engine.waiting
     assert state.counters.counts["deferred_left_out"] == 1
     engine.step()
@@ -907,6 +917,93 @@ def test_a_short_prompt_holds_tokens_back_by_half_a_step_of_decodes_at_most() ->
     assert 6.2e-3 < max(gaps_s) < LONG * 6e-3 + 1e-4
 
 
+def sized(graphs: dict[str, tuple[int, ...]]) -> tuple[Plain, State, Deferral]:
+    """An engine of 40 requests that decode, in the smallest of its graphs that holds them, 8 rows 2 ms and 64 rows 8.
+
+    It has seen steps of decodes, and launched one in pieces.
+    """
+    costs = attrs.evolve(COSTS, full=Curve((8, 64), (2000.0, 8000.0)))
+    machine = Machine()
+    engine, state = plain_engine(vllm_config(), machine, decodes=40, costs=costs)
+    engine.model_executor.pieces = ANY
+    original = engine.model_executor.entry
+
+    def entry(step: Any) -> Entry:
+        if not step.query_len:
+            return original(step)
+        rows = min(each for each in graphs["captured"] if each >= step.num_reqs)
+        return Entry(step, None, GraphKey(Part.FULL, rows, rows, query_len=1), None, "cheapest_measured")
+
+    engine.model_executor.entry = entry
+    deferral = deferring(engine, state, machine)
+    deferral.came_s = math.inf
+    for turn in turns(engine, 100):
+        if turn == 5:
+            machine.input_queue.put(added("prompt", 100, 1))
+    return engine, state, deferral
+
+
+def prompts_all_the_time(engine: Plain, state: State, steps: int = 20) -> int:
+    """How many of so many steps were put off that all have a prompt."""
+    before = state.counters.counts["deferred_steps"]
+    for turn in range(steps):
+        engine.waiting.append(request_of(f"p{turn}", 100, 1))
+        engine.process()
+        engine.step()
+    return state.counters.counts["deferred_steps"] - before
+
+
+def test_a_step_of_decodes_has_as_many_as_there_are_now() -> None:
+    """Under steady prompts the last one without any was of another load: where few decode now, a gap is long sooner."""
+    engine, state, deferral = sized({"captured": (8, 64)})
+    assert prompts_all_the_time(engine, state) > 15
+    assert deferral._long_s == pytest.approx(LONG * 8e-3, rel=0.02)
+    engine.running = engine.running[:8]
+    assert prompts_all_the_time(engine, state) <= 1
+    assert deferral._long_s == pytest.approx(LONG * 0.9 * 2e-3)  # none like it was seen
+
+
+def test_a_step_of_decodes_runs_in_a_graph_that_is_there() -> None:
+    """Answers are other ones once graphs or costs have changed."""
+    graphs: dict[str, tuple[int, ...]] = {"captured": (48, 64)}
+    engine, state, deferral = sized(graphs)
+    graphs["captured"] = (64,)
+    assert prompts_all_the_time(engine, state, 1) == 1
+    assert deferral._long_s == pytest.approx(LONG * 0.9 * 8e-3)
+
+
+def test_there_is_no_wait_where_nobody_decodes() -> None:
+    """How long a gap is isn't known then."""
+    engine, state, _ = taught()
+    counts = state.counters.counts
+    before = counts["deferred_steps"]
+    engine.running = [request_of("unfinished", 300)]
+    engine.process()
+    assert counts["deferred_steps"] == before
+    engine.running.insert(0, request_of("decodes", 1))
+    engine.process()
+    assert counts["deferred_steps"] == before + 1
+
+
+def test_who_decoded_may_be_aborted_in_a_wait() -> None:
+    """What then comes in is looked at as ever."""
+    engine, state, _ = taught()
+    machine = engine.machine
+    comes_s = machine.time_s + 1e-3
+    machine.arrivals += [(comes_s + later_s, (Kind.ABORT, None)) for later_s in (0.0, 1e-3)]
+    original = engine._process_input_queue
+
+    def process_input_queue() -> None:
+        if not machine.input_queue.empty():
+            engine.running = []
+        original()
+
+    engine._process_input_queue = process_input_queue  # type: ignore[method-assign]
+    engine.process()
+    assert len(engine.handled) == 4
+    assert not state.counters.counts["defer_failed"]
+
+
 def test_two_short_prompts_that_would_be_a_long_step_together_are_apart() -> None:
     """The second is where it would be without the wait."""
     engine, _, _ = taught()
@@ -928,21 +1025,15 @@ def test_a_kind_of_launch_that_was_not_seen_yet_is_not_put_off() -> None:
     assert state.counters.counts["deferred_left_out"] == 1
 
 
-@pytest.mark.parametrize("ends", ["a call", "a shutdown"])
-def test_who_is_left_out_is_taken_in_where_the_wait_ends_otherwise(ends: str) -> None:
+def test_nobody_is_left_out_where_a_call_ends_the_wait() -> None:
     """vLLM handles all that came, in its order."""
     engine, state, _ = taught()
     machine = engine.machine
     comes_s = machine.time_s + 1e-3
-    machine.arrivals.append((comes_s, added("long", 1200)))
-    if ends == "a call":
-        machine.arrivals.append((comes_s + 1e-3, (Kind.UTILITY, None)))
-    else:
-        original, engine.is_running = engine.is_running, lambda: machine.time_s < comes_s + 1e-3
-        assert original()
+    machine.arrivals += [(comes_s, added("long", 1200)), (comes_s, (Kind.UTILITY, None))]
     engine.process()
-    assert [kind for _, kind in engine.handled[2:]] == [Kind.ADD, Kind.UTILITY][: 2 if ends == "a call" else 1]
-    assert machine.time_s < comes_s + 1.5e-3
+    assert [kind for _, kind in engine.handled[2:]] == [Kind.ADD, Kind.UTILITY]
+    assert machine.time_s < comes_s + 0.3e-3
     assert not state.counters.counts["deferred_left_out"]
 
 
@@ -1000,3 +1091,33 @@ def test_one_slow_launch_is_soon_forgotten(pause_s: float) -> None:
         for _ in turns(engine, 2):
             pass
     assert deferral._launching_s["piecewise"] < 1.4 * known_s
+
+
+@pytest.mark.parametrize("first_s", [1.0, 5.0])
+def test_a_first_launch_that_compiles_is_forgotten_with_the_second(first_s: float) -> None:
+    """What is known of a kind by one launch is known by the next where that is far quicker."""
+    machine = Machine()
+    engine, _, deferral = settled(machine)
+    engine.model_executor.pieces = ANY
+    for i, took_s in enumerate((first_s, LAUNCH_S["piecewise"])):
+        machine.launch_s = LAUNCH_S | {"piecewise": took_s}
+        machine.input_queue.put(added(f"p{i}", 100, 1))
+        for _ in turns(engine, 2):
+            pass
+        if i == 0:
+            assert deferral._launching_s["piecewise"] == pytest.approx(first_s, abs=0.01)
+    assert deferral._launching_s["piecewise"] == pytest.approx(HOST_S + LAUNCH_S["piecewise"] + SAMPLE_S, rel=0.01)
+    for _ in turns(engine, 100):  # the pause is forgotten otherwise, too
+        pass
+    machine.arrivals.append((machine.time_s + 1e-3, added("new", 100, 1)))
+    assert steps_with(engine, "new") == [0]
+
+
+def test_a_second_launch_is_a_pause_where_the_first_was_quick() -> None:
+    """It counts for twice that at most, as ever."""
+    _, _, deferral = engine_on(Machine())
+    for took_s in (4e-3, 1.0):
+        deferral._learn_launching("piecewise", took_s)
+    assert deferral._launching_s["piecewise"] == 8e-3
+    deferral._learn_launching("piecewise", 1e-3)
+    assert deferral._launching_s["piecewise"] > 7e-3
