@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.fidelity_turns import figure, of_turns
+from benchmarks.objectives import objective_of
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError
@@ -179,7 +180,7 @@ def latencies_of(
             told["host_work_us"] = round(fmean(noted), 3)
     simulated = simulate(
         requests, each["policy"], server=server, costs=costs, attention=claims, host_speed=speeds,
-        eager_sizes=eager_sizes(chain(*before)),
+        eager_sizes=eager_sizes(chain(*before)), objective=objective_of(setting),
     )  # fmt: skip
     # Both sides have the scheduler's own time, a step's and the run's.
     pairs = {

@@ -87,6 +87,9 @@ class Objective:
         first_token_limit: the prefill rows of a step may take at most this many times what the way that is best
             for them takes. Keeps several decodes beside one prefill from starving the prompt. By default
             `GAP_FIRST_TOKEN_LIMIT` where the gap is weighed; else 1, so that no prompt is later for decodes that go on.
+            It is set when the objective is made: `attrs.evolve` to other weights keeps it.
+
+    Its text is one that `parse` reads.
 
     Raises:
         ConfigError: a weight is negative or not finite, both are zero, or the limit is under 1.
@@ -95,7 +98,7 @@ class Objective:
     step_weight: float = 1.0
     gap_weight: float = 0.0
     first_token_limit: float = attrs.field(
-        default=attrs.Factory(lambda self: GAP_FIRST_TOKEN_LIMIT if self.gap_weight else 1.0, takes_self=True)
+        default=attrs.Factory(lambda self: _own_limit(self.gap_weight), takes_self=True)
     )
 
     def __attrs_post_init__(self) -> None:
@@ -115,7 +118,9 @@ class Objective:
 
     @classmethod
     def parse(cls, value: Objective | str) -> Objective:
-        """``"throughput"``, ``"latency"`` or ``"STEP:GAP"`` weights such as ``"0.7:0.3"``.
+        """``"throughput"``, ``"latency"``, ``"STEP:GAP"`` weights such as ``"0.7:0.3"``, or ``"STEP:GAP:LIMIT"``.
+
+        The third is `first_token_limit`, where it isn't to be the objective's own: ``"1:0:1.25"``.
 
         Raises:
             ConfigError: the text is none of these.
@@ -131,17 +136,32 @@ class Objective:
         if value == "latency":
             return cls(0.0, 1.0)
         try:
-            step, gap = (float(part) for part in value.split(":"))
+            step, gap, *limit = (float(part) for part in value.split(":"))
+            if len(limit) > 1:
+                raise ValueError
         except ValueError:
             raise ConfigError(
-                f"objective is {value!r}; it is throughput, latency, or weights as STEP:GAP, for example 0.7:0.3."
+                f"objective is {value!r}; it is throughput, latency, or weights as STEP:GAP, for example 0.7:0.3, with "
+                "first_token_limit behind them where that isn't to be the objective's own, for example 1:0:1.25."
             ) from None
-        return cls(step, gap)
+        return cls(step, gap, *limit)
 
     def __str__(self) -> str:
+        if self.first_token_limit != _own_limit(self.gap_weight):
+            return ":".join(map(_shortest, (self.step_weight, self.gap_weight, self.first_token_limit)))
         if not self.gap_weight:
             return "throughput"
-        return f"{self.step_weight:g}:{self.gap_weight:g}" if self.step_weight else "latency"
+        return f"{_shortest(self.step_weight)}:{_shortest(self.gap_weight)}" if self.step_weight else "latency"
+
+
+def _own_limit(gap_weight: float) -> float:
+    """`Objective.first_token_limit` where none is given."""
+    return 1.0 if isinstance(gap_weight, Real) and not gap_weight else GAP_FIRST_TOKEN_LIMIT
+
+
+def _shortest(value: float) -> str:
+    """The shortest text that reads back as the number."""
+    return text if float(text := f"{value:g}") == value else repr(float(value))
 
 
 SWITCH: Mapping[str, bool] = {

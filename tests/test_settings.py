@@ -67,7 +67,23 @@ def test_objectives_are_parsed(text: str, weights: tuple[float, float], printed:
     assert Objective.parse(objective) is objective
 
 
-@pytest.mark.parametrize("text", ["", "fast", "1", "1:2:3", "a:b", "1:"])
+@pytest.mark.parametrize(
+    ("objective", "printed"),
+    [
+        (Objective(first_token_limit=1.25), "1:0:1.25"),
+        (Objective(0.0, 1.0, first_token_limit=1.0), "0:1:1"),
+        (Objective(0.7, 0.3, first_token_limit=2.0), "0.7:0.3:2"),
+        (Objective(1 / 3, 2 / 3), f"{1 / 3!r}:{2 / 3!r}"),
+        (Objective(first_token_limit=float("inf")), "1:0:inf"),
+    ],
+)
+def test_an_objective_prints_as_what_it_is_parsed_from(objective: Objective, printed: str) -> None:
+    """With its bound on first tokens where that isn't its own, and all digits of weights."""
+    assert str(objective) == printed
+    assert Objective.parse(printed) == objective
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1", "1:2:3:4", "a:b", "1:", "1:0:", "throughput:1.25"])
 def test_texts_that_are_no_objective(text: str) -> None:
     """Anything else is an error that lists the forms."""
     with pytest.raises(ConfigError, match="throughput, latency, or weights as STEP:GAP"):

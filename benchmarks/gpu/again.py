@@ -45,6 +45,7 @@ import torch
 from benchmarks.command import command_line, input_file, input_path, output_file
 from benchmarks.fidelity_again import check_probe
 from benchmarks.fidelity_served import requests_of
+from benchmarks.objectives import objective_of
 from benchmarks.quiet import Turns, go_first
 from kpolicy.cli.step_log import files_of
 from kpolicy.costs import CostTable
@@ -393,7 +394,7 @@ def open_again(arguments: argparse.Namespace, opened: ExitStack) -> dict[str, Ag
             continue
         serving = Serving(
             model=model, settings=settings, ladder=sizes_of(log.entries, runs), costs=profile.costs,
-            objective=setting["objective"], verify=False,
+            objective=str(objective_of(setting)), verify=False,
         )  # fmt: skip
         engine = serving.engine(log.header.policy)
         opened.callback(engine.release)

@@ -112,7 +112,10 @@ class Deployment:
     objective: Annotated[
         str,
         Parameter(
-            group=_OF_DEPLOYMENT, help="What auto minimises: throughput, latency, or weights as STEP:GAP (0.7:0.3)."
+            group=_OF_DEPLOYMENT,
+            help="What auto minimises: throughput, latency, or weights as STEP:GAP (0.7:0.3). STEP:GAP:LIMIT also says "
+            "how many times the best for them prompts may take (1:0:1.25); by default 1.25 where GAP is weighed, else "
+            "1.",
         ),
     ] = "throughput"
     max_num_reqs: Annotated[

@@ -39,7 +39,7 @@ from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.batching import Batcher
 from kpolicy.scheduling.traces import Trace
-from kpolicy.settings import Settings
+from kpolicy.settings import Objective, Settings
 from kpolicy.trace_run import Prompts, RunResult, reference_check, serve_trace
 
 __all__ = ["run"]
@@ -384,6 +384,7 @@ def _as_dict(job: _Job, results: Sequence[RunResult], engines: dict[str, Engine]
         "attention": str(job.support),
         "costs": next(iter(engines.values())).costs.version,
         "objective": job.objective,
+        "first_token_limit": Objective.parse(job.objective).first_token_limit,
         "max_num_reqs": job.settings.max_num_reqs,
         "max_num_tokens": job.settings.max_num_tokens,
         "kv_tokens": job.kv_tokens,

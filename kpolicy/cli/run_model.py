@@ -20,6 +20,7 @@ from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.traces import Trace
+from kpolicy.settings import Objective
 from kpolicy.trace_run import Prompts, RunResult
 from kpolicy.words import some
 
@@ -306,6 +307,7 @@ def _as_dict(job: _Job, asked: Asked) -> dict[str, Any]:
         "attention": str(model.support),
         "costs": "" if serving.costs is None else serving.costs.version,
         "objective": serving.objective,
+        "first_token_limit": Objective.parse(serving.objective).first_token_limit,
         "max_num_reqs": serving.settings.max_num_reqs,
         "max_num_tokens": serving.settings.max_num_tokens,
         "kv_tokens": model.num_slots,

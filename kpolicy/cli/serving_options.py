@@ -95,8 +95,8 @@ class Served:
         Parameter(
             group=_SERVER,
             help="A policy: steps with decodes take fewer prompt tokens where --objective weighs the gap, as long as "
-            "the prompts in line take no longer than by that policy in full steps, or 1.25 times the best for them, "
-            "whichever is longer. By default steps are filled.",
+            "the prompts in line take no longer than by that policy in full steps, or the objective's bound on first "
+            "tokens allows, whichever is longer. By default steps are filled.",
         ),
     ] = None
     warm: Annotated[

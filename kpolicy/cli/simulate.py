@@ -20,6 +20,7 @@ from kpolicy.cli.sim_files import SimFiles
 from kpolicy.cli.turns import progress_bar, unwritten
 from kpolicy.errors import ConfigError, KPolicyError
 from kpolicy.scheduling.traces import FailedTrace, Trace
+from kpolicy.settings import Objective
 from kpolicy.simulate import Server, SimResult, simulate
 from kpolicy.simulate.cost_models import CostModel
 from kpolicy.words import some
@@ -168,6 +169,7 @@ def _report(
             "notes": list(model.notes),
             "attention": str(deployment.support()),
             "objective": deployment.objective,
+            "first_token_limit": Objective.parse(deployment.objective).first_token_limit,
             "server": attrs.asdict(server),
         },
         "traces": [_of_trace(trace, each, failed, specs) for trace, each in results],

@@ -19,6 +19,7 @@ from kpolicy.costs import CostTable
 from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.traces import FailedTrace, Trace
+from kpolicy.settings import Objective
 from kpolicy.simulate.run import simulate
 from kpolicy.simulate.server import Server
 
@@ -87,7 +88,8 @@ class Common:
             "ladders": {name: digest(each) for name, each in self.ladders.items()},
             # What attention supports; where that was read from is a set, whose order differs from process to process.
             "attention": digest(getattr(self.attention, "claims", self.attention)),
-            "objective": self.objective,
+            # With its bound on first tokens, which was another for the same text until 2026-11-29.
+            "objective": repr(Objective.parse(self.objective)),
             "budget": digest(self.budget),
             "seed": self.seed,
         }

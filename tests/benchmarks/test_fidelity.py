@@ -12,10 +12,13 @@ import pytest
 
 from benchmarks import fidelity
 from benchmarks.fidelity_again import cells_again, check_probe, measured_again
-from benchmarks.fidelity_served import host_speeds, latencies, outside, replayed
+from benchmarks.fidelity_served import host_speeds, latencies, latencies_of, outside, replayed
+from benchmarks.objectives import objective_of
 from kpolicy.costs import CostTable, HostCost, analytic_costs
 from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.host_speed import INSIDE, ONCE
+from kpolicy.profiles import load_profile
+from kpolicy.scheduling.generator import generate_trace
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.schemas import (
     LogHeader,
@@ -27,7 +30,7 @@ from kpolicy.schemas import (
     read_step_log,
     write_profile,
 )
-from kpolicy.settings import Settings
+from kpolicy.settings import Objective, Settings
 from kpolicy.simulate import Server, SimStep, simulate
 from kpolicy.simulate.fidelity import REGIMES
 from kpolicy.simulate.host_state import HostSpeeds
@@ -118,6 +121,39 @@ def test_a_host_that_was_slow_for_a_while_is_simulated_so() -> None:
     mean = sum(each.host_work_us or 0.0 for each in entries) / len(entries)
     assert max(errors([attrs.evolve(each, host_work_us=mean) for each in entries])) > 0.05
     assert max(errors([attrs.evolve(each, host_work_us=None) for each in entries])) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("said", "objective"),
+    [
+        ({}, Objective(first_token_limit=1.25)),
+        ({"objective": "throughput"}, Objective(first_token_limit=1.25)),
+        ({"objective": "latency"}, Objective(0.0, 1.0)),
+        ({"objective": "throughput", "first_token_limit": 1.0}, Objective()),
+        ({"objective": "1:0:1.5", "first_token_limit": 1.5}, Objective(first_token_limit=1.5)),
+    ],
+)
+def test_a_run_is_simulated_by_the_objective_that_it_was_served_by(said: dict[str, Any], objective: Objective) -> None:
+    """What `auto` takes depends on it; a run that doesn't tell its bound on first tokens had 1.25."""
+    assert objective_of(said) == objective
+    costs = load_profile("llama-3.1-8b-h200").costs
+    trace = generate_trace(seed=0, num_requests=60).scaled(12.0)
+    setting = SETTING | {"attention": "mixed", "max_num_reqs": 64, "max_num_tokens": 2048, "kv_tokens": 1 << 17}
+    server = Server(
+        settings=Settings(max_num_reqs=64, max_num_tokens=2048), kv_tokens=1 << 17, block_size=16, warm=True,
+        kv_bytes_per_token=None, gap_tail=False,
+    )  # fmt: skip
+    served = {}
+    for each in (objective, Objective(), Objective(first_token_limit=1.25)):
+        found = simulate(trace, "auto", server=server, costs=costs, objective=each, attention="mixed")
+        served[each] = {
+            "policy": "auto", "steps": found.steps, "outside_us": 0.0, "step_us": found.step_us, "span_s": found.span_s,
+            "ttft_us": [found.ttft.p50], "gap_us": [found.gap.p50],
+        }  # fmt: skip
+    assert served[Objective()]["steps"] != served[Objective(first_token_limit=1.25)]["steps"]
+    again = latencies_of(setting | said, served[objective], trace, costs, None)
+    assert again["steps"] == {"measured": served[objective]["steps"], "simulated": served[objective]["steps"]}
+    assert all(abs(again[name]["error"]) < 1e-3 for name in ("ttft_p50_ms", "gap_p50_ms", "busy_ms", "span_ms"))
 
 
 def test_speeds_are_in_the_order_of_time() -> None:

@@ -64,7 +64,10 @@ def test_json_is_the_library_result(kpolicy: Command, trace: Path) -> None:
     expected = simulate(read_trace(trace).scaled(3), "vllm", server=Server(), attention="gqa")
     assert one["policies"] == [json.loads(json.dumps(expected.as_dict()))]
     assert (one["requests"], one["dropped"]) == (40, {})
-    assert ended.json["setting"]["measured"] is False
+    setting = ended.json["setting"]
+    assert (setting["measured"], setting["objective"], setting["first_token_limit"]) == (False, "throughput", 1.0)
+    other = kpolicy("simulate", trace, "--policy", "vllm", "--json", "--objective", "1:0:1.25").json["setting"]
+    assert (other["objective"], other["first_token_limit"]) == ("1:0:1.25", 1.25)
 
 
 def test_waiting_for_captures_is_told(kpolicy: Command, trace: Path) -> None:

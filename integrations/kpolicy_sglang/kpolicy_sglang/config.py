@@ -25,7 +25,8 @@ class Config:
 
     Args:
         policy: a policy as kpolicy names it: ``auto``, ``full_and_piecewise``, ``sglang``.
-        objective: what `auto` minimises: ``throughput``, ``latency`` or ``STEP:GAP`` weights.
+        objective: what `auto` minimises: ``throughput``, ``latency``, ``STEP:GAP`` or ``STEP:GAP:LIMIT``, as
+            `Objective.parse` reads it.
         plan: a ladder plan to take the sizes from (`kpolicy plan --out`).
         decode_sizes: decode sizes in requests; by default the integration's own, see `kpolicy_sglang.ladder`.
         piecewise_sizes: prefill sizes in tokens, likewise.

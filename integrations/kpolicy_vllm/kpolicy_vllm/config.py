@@ -34,7 +34,8 @@ class Config:
 
     Args:
         policy: a policy as kpolicy names it, with its arguments: ``auto``, ``full_and_piecewise``, ``vllm:runner=v2``.
-        objective: what `auto` minimises: ``throughput``, ``latency`` or ``STEP:GAP`` weights.
+        objective: what `auto` minimises: ``throughput``, ``latency``, ``STEP:GAP`` or ``STEP:GAP:LIMIT``, as
+            `Objective.parse` reads it.
         plan: a ladder plan to take the sizes from (`kpolicy plan --out`).
         decode_sizes, mixed_sizes, piecewise_sizes: capture sizes by kind of graph, in tokens; by default the
             integration's own, see `kpolicy_vllm.ladder`. An empty list captures none of that kind.
