@@ -11,6 +11,7 @@ import pytest
 from benchmarks.fidelity import RESULT
 from benchmarks.fidelity_turns import SIDES, figure
 from kpolicy.middle_profile import middle
+from kpolicy.profiles import load_profile
 from kpolicy.schemas import Profile, read_profile
 from kpolicy.simulate.repeats import LEAST_REPEATS
 
@@ -398,7 +399,10 @@ def test_the_short_page_tells_the_latest_of_the_small_qwen() -> None:
     assert f"and the fourteenth is {judgements['split', 'middle'][1]:.1%} off there" in page
     pieces = rows["piecewise", "host-bound"]
     told = f"steps of one kind differ by {pieces['noise']:.1%} there, which no profile can tell; the means of the "
-    assert f"{told}kinds are {pieces['kind_error']:.1%} off" in page
+    told += f"kinds are {pieces['kind_error']:.1%} off and those of all steps "
+    second = later_of(name)["piecewise", "host-bound"]
+    told += f"{pieces['bias']:.1%}, in the second turn {second['kind_error'] * 100:.1f} and {second['bias']:.1%}"
+    assert told in page
     of_four = [run for run in LAST if run.startswith("rate")]
     holding = [run for run in of_four if not {"no", "not shown"} & {*verdicts(run)}]
     assert holding == [of_four[0], of_four[-1]]
@@ -434,6 +438,31 @@ def test_the_short_page_tells_the_sixteenth_the_thirteenth_and_the_small_qwens_t
     told = f"whose three calibrations are {max(alone) / min(alone) - 1:.0%} apart, is right for the first turn's EAGER "
     told += f"steps together ({rows_of(name)[bound]['bias']:+.1%}) and {-later_of(name)[bound]['bias']:.1%} too quick"
     assert f"{told} for the second's and {-again['bias']:.1%} for the repeats" in page
+
+
+def test_a_profile_that_ships_is_held_to_the_latest_run() -> None:
+    """That of its name; its row, what it is over the line by, and whose time to first token it tells wrongly."""
+    page = " ".join(" ".join(SHORT).split())
+    name = LATEST["rate"] + "-shipped"
+    last, rows = read(name), rows_of(name)
+    shipped = load_profile("qwen2.5-0.5b-h200")
+    assert last["measured_at"] == shipped.measured_at
+    assert (last["host_work_us"], shipped.costs.effects.outlasted_share) == (shipped.costs.host_work_us, None)
+    counts = [str(verdicts(name).count(verdict) or "") for verdict in VERDICTS]
+    begin = f"{label(LATEST['rate'])}, by the profile that ships"
+    told = line_of([begin, *counts, most(name, "ttft_p50_ms"), most(name, "gap_p50_ms"), ranked(name)])
+    assert told in SHORT
+    assert [key for key, row in rows.items() if judged(row, last)[0] == "no"] == [("split", "middle")]
+    off = {policy: each["ttft_p50_ms"]["error"] for policy, each in last["served"]["policies"].items()}
+    others = max(abs(error) for policy, error in off.items() if policy != "vllm")
+    told = (
+        f"**SPLIT in the middle is {rows['split', 'middle']['error']:.1%} off**: it has no `outlasted_share`. `vllm`'s"
+    )
+    assert f"{told} TTFT p50 is {-off['vllm']:.1%} short, the other policies' within {others:.1%}" in page
+    eager = rows["eager", "host-bound"]
+    told = f"EAGER steps {-eager['bias']:.1%} quicker than the run's did, at the same noted speed ("
+    assert f"{told}{judged(eager, last)[1]:.1%} by the middle of repeats)" in page
+    assert f"in one cell and by `vllm`'s TTFT p50, {-off['vllm']:.1%}, and ranks every pair {ranked(name)}" in page
 
 
 @pytest.mark.parametrize("name", AROUND)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -1020,6 +1021,14 @@ def in_short(begins: str) -> str:
     """What the guide's short table found."""
     (line,) = [line for line in GUIDE.splitlines() if line.startswith(f"| {begins}")]
     return line.split("|")[3].strip()
+
+
+def test_the_guide_and_the_readme_tell_where_latency_takes_shorter_steps() -> None:
+    """By today's limits: on how many loads, and by how much; as the page of the figures has it."""
+    page = (ROOT / "docs" / "measured_gpu.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"By steps it is better than plain `auto` on (\w+ loads, by [\d.]+ to [\d.]+%)", page)
+    assert f"`auto` for latency, by steps on {told}" in GUIDE
+    assert f"is better by steps on {told}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_guide_has_the_most_that_auto_loses() -> None:
