@@ -11,6 +11,8 @@ import pytest
 
 from kpolicy.figures import DEVICES
 from kpolicy.profiles import load_profile
+from kpolicy.scheduling.generator import generate_trace
+from kpolicy.simulate import Server, simulate
 from tests.cli.test_simulate import LLAMA_8B
 
 TEXT = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text(encoding="utf-8")
@@ -30,6 +32,36 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     first, second = capsys.readouterr().out.splitlines()
     assert first in ("auto", "vllm", "eager")
     assert re.fullmatch(r"\d+% good, \d+% of drafts accepted", second)
+
+
+def test_what_ranks_gain_or_lose_is_the_result() -> None:
+    """By both limits on first tokens: the mean of Mooncake's stretches, the least and the most."""
+    result = json.loads(
+        (Path(__file__).parents[2] / "benchmarks" / "results" / "simulated_ranks.json").read_text(encoding="utf-8")
+    )
+    rows = {kind: [row for row in result["rows"] if row["load"].startswith(kind)] for kind in ("Mooncake", "code")}
+    assert (len(rows["Mooncake"]), len(rows["code"])) == (8, 5)
+    for limit, ratio in (("1", "ratio"), ("1.25", "ratio_later")):
+        cells = []
+        for figure in ("busy_s", "ttft_p50_ms", "whole_mean_ms"):
+            found = [row[ratio][figure] - 1 for row in rows["Mooncake"]]
+            mean = sum(found) / len(found)
+            assert result[f"mean_{ratio}"]["Mooncake"][figure] == pytest.approx(1 + mean, abs=1e-4)
+            cells.append(f"{mean:+.1%} ({min(found):+.1%} to {max(found):+.1%})")
+        assert f"| {limit} | {' | '.join(cells)} |" in TEXT
+    assert all(row["auto"] == row["auto_later"] for row in rows["code"])
+    assert max(abs(row["ratio"]["busy_s"] - 1) for row in rows["code"]) < 0.001
+
+
+@pytest.mark.parametrize(("policy", "graphs", "tokens"), [("auto", 122, 391_696), ("vllm", 86, 393_424)])
+def test_graphs_leave_a_rank_what_the_page_says(policy: str, graphs: int, tokens: int) -> None:
+    """Of the server of the comparison with ranks; and eager steps leave all of it."""
+    server = Server(ranks=3, warm=True)
+    found = simulate(generate_trace(seed=0, num_requests=3), policy, server=server)
+    assert (found.graphs, found.kv_tokens) == (graphs, tokens)
+    assert f"{graphs}" in TEXT
+    assert f"{tokens:,}" in TEXT
+    assert server.kv_tokens == 400_000
 
 
 def test_the_devices_are_the_data() -> None:
