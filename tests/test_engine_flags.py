@@ -48,7 +48,7 @@ def test_vllm() -> None:
         "cudagraph_capture_sizes": [1, 8, 100, 512],
         "max_cudagraph_capture_size": 512,
     }
-    assert emitted.warnings == ()
+    assert emit("vllm", one_list(1, 8, 100, 512), Settings(max_num_reqs=100, max_num_tokens=512)).warnings == ()
     assert '"FULL_DECODE_ONLY"' in emit("vllm", one_list(100), SETTINGS, policy="vllm:mode=FULL_DECODE_ONLY").text
 
 
@@ -89,7 +89,9 @@ def test_vllm_drafts() -> None:
     sizes = CaptureSizes((), (), (2, 6, 30, 64))
     assert warned(emit("vllm", sizes, drafts, policy="vllm:version=0.23"), "it becomes 4,8,32,64")
     assert warned(emit("vllm", sizes, drafts, policy="vllm:version=0.33"), "each by itself", "4,8,32,64 tokens")
-    assert not emit("vllm", CaptureSizes((), (), (4, 32, 64)), drafts).warnings
+    for version, runner in (("0.23", "v1"), ("0.23", "v2"), ("0.33", "v1"), ("0.33", "v2")):
+        policy = f"vllm:version={version},runner={runner}"
+        assert not warned(emit("vllm", CaptureSizes((), (), (4, 32, 64)), drafts, policy=policy), "round")
     with pytest.raises(ConfigError, match="less than one decode row of 4"):
         emit("vllm", CaptureSizes((), (), (2, 3)), drafts)
 
@@ -106,6 +108,131 @@ def test_sglang() -> None:
     drafts = Settings(max_num_reqs=100, max_num_tokens=2048, num_speculative_tokens=1)
     assert "--cuda-graph-bs-decode 1 50" in emit("sglang", CaptureSizes((2, 100), (), ()), drafts).text
     assert warned(emit("sglang", CaptureSizes((4,), (), ()), SETTINGS), "5 to 100 requests run eagerly")
+
+
+ABOVE = [
+    ("vllm", "vllm:version=0.23", "--max-num-batched-tokens", "all"),
+    ("vllm", "vllm:version=0.33", "--max-num-batched-tokens", "all"),
+    ("vllm", "vllm:mode=PIECEWISE", "--max-num-batched-tokens", "all"),
+    ("vllm", "vllm:mode=FULL", "--max-num-batched-tokens", "all"),
+    ("vllm-ascend", "ascend", "--max-num-batched-tokens", "all"),
+    ("vllm-ascend", "ascend:mode=piecewise", "--max-num-batched-tokens", "all"),
+    ("sglang", "sglang", "--chunked-prefill-size", "prefill"),
+    ("tensorrt-llm", "tensorrt_llm:prefill=breakable", "max_num_tokens", "prefill"),
+]
+
+
+@pytest.mark.parametrize(("engine", "policy", "limit", "name"), ABOVE)
+def test_above_the_largest_size(engine: str, policy: str, limit: str, name: str) -> None:
+    """Steps over the largest size are said to run eagerly, as the replica has them, with both ways out."""
+    sizes = one_list(1, 100, 256, 512)
+    emitted = emit(engine, sizes, SETTINGS, policy=policy)
+    assert warned(emitted, "of 513 to 2048 tokens run eagerly: the list ends at 512", f"and {limit} is 2048.")
+    assert warned(emitted, "run eagerly", f"add 2048 to the list (plan with --largest {name}=2048)")
+    assert warned(emitted, "run eagerly", f"or lower {limit} to 512")
+    found = modes(policy, sizes, SETTINGS, [BatchShape(prefills=[(tokens, 0)]) for tokens in (512, 513, 2048)])
+    assert [mode is Mode.EAGER for mode in found] == [False, True, True]
+    assert not warned(emit(engine, one_list(1, 100, 1024, 2048), SETTINGS, policy=policy), "2048 tokens run eagerly")
+
+
+def test_above_the_largest_size_of_decodes() -> None:
+    """What runs without a graph by the mode that was asked for isn't told of; decode batches above the list are."""
+    assert emit("vllm", one_list(1, 100), SETTINGS, policy="vllm:mode=FULL_DECODE_ONLY").warnings == ()
+    over = emit("vllm", one_list(1, 96, 160), SETTINGS, policy="vllm:mode=FULL_DECODE_ONLY")
+    assert warned(over, "97 to 100 requests run eagerly", "add 100 to the list, or lower --max-num-seqs to 96")
+    shapes = [BatchShape.decode(97), BatchShape.decode(100)]
+    assert modes("vllm:mode=FULL_DECODE_ONLY", one_list(1, 96, 160), SETTINGS, shapes) == [Mode.EAGER] * 2
+    assert not warned(emit("vllm", one_list(1, 96, 160), SETTINGS, policy="vllm:mode=FULL"), "max_num_seqs")
+    assert modes("vllm:mode=FULL", one_list(1, 96, 160), SETTINGS, shapes) == [Mode.FULL] * 2
+    for engine, limit in (("sglang", "--max-running-requests"), ("tensorrt-llm", "max_batch_size")):
+        emitted = emit(engine, CaptureSizes((4,), (), (2048,)), SETTINGS)
+        assert warned(
+            emitted, "5 to 100 requests run eagerly", f"lower {limit} to 4", "(plan with --largest decode=100)"
+        )
+    few = emit("vllm", one_list(64), Settings(max_num_reqs=100, max_num_tokens=80))
+    assert warned(few, "65 to 80 requests run eagerly", "add 80 to the list")
+    assert not warned(few, "lower --max-num-batched-tokens")  # which vLLM refuses under max_num_seqs
+
+
+def test_advice_keeps_to_multiples() -> None:
+    """No size is advised that isn't one of the multiples that sizes are planned in."""
+    sizes = CaptureSizes((), (), (7, 252, 483, 2037))
+    emitted = emit("vllm", sizes, Settings(max_num_reqs=256, max_num_tokens=2048), multiple_of=7)
+    assert warned(
+        emitted, "253 to 256 requests", "To avoid that, lower --max-num-seqs to 252, as sizes are multiples of 7"
+    )
+    assert warned(
+        emitted, "steps of 2038 to 2048 tokens", "add 2044 to the list",
+        "and lower --max-num-batched-tokens to 2044, or lower --max-num-batched-tokens to 2037",
+    )  # fmt: skip
+    assert not warned(emitted, "add 256")
+    assert warned(emit("vllm", sizes, Settings(max_num_reqs=256, max_num_tokens=2048)), "add 256 to the list")
+    for engine in ("sglang", "tensorrt-llm"):
+        apart = CaptureSizes((7, 245), (), (7, 2037))
+        policy = "tensorrt_llm:prefill=breakable" if engine == "tensorrt-llm" else None
+        limits = Settings(max_num_reqs=256, max_num_tokens=2048)
+        found = emit(engine, apart, limits, policy=policy, multiple_of=7)
+        assert warned(found, "246 to 256 requests", "add 252 to the list and lower")
+        assert warned(found, "2038 to 2048 tokens", "add 2044 to the list and lower")
+    drafts = Settings(max_num_reqs=16, max_num_tokens=2048, num_speculative_tokens=2)
+    assert warned(emit("vllm", CaptureSizes((), (), (48, 512)), drafts), "add 2046 to", "multiples of 3")
+    with pytest.raises(ConfigError, match="multiple_of is 0"):
+        emit("vllm", sizes, SETTINGS, multiple_of=0)
+
+
+@pytest.mark.parametrize(
+    ("engine", "asked"),
+    [
+        ("vllm", '--speculative-config too, with "num_speculative_tokens": 3'),
+        ("vllm-ascend", '--speculative-config too, with "num_speculative_tokens": 3'),
+        ("sglang", "--speculative-algorithm too, with --speculative-num-draft-tokens 4"),
+        ("tensorrt-llm", "a speculative_config with max_draft_len 3 into the file too"),
+    ],
+)
+def test_drafts_are_asked_for_apart(engine: str, asked: str) -> None:
+    """Flags for rows with drafts say that nothing among them makes the engine draft."""
+    sizes = CaptureSizes((4, 400), (), (4, 400, 2048))
+    drafts = Settings(max_num_reqs=100, max_num_tokens=2048, num_speculative_tokens=3)
+    assert warned(emit(engine, sizes, drafts), "rows of 4 tokens (1 + k), and nothing here asks for drafts", asked)
+    assert not warned(emit(engine, sizes, SETTINGS), "asks for drafts")
+
+
+@pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
+def test_decode_sizes_are_whole_rows(engine: str) -> None:
+    """Sizes that no whole rows make are rounded up, those over the limits are the limit, and both are said."""
+    drafts = Settings(max_num_reqs=100, max_num_tokens=2048, num_speculative_tokens=3)
+    emitted = emit(engine, CaptureSizes((1, 2, 6, 13)), drafts)
+    assert warned(emitted, "decode sizes are rounded up to multiples of 4 (1 + k); in requests they are 1,2,4")
+    over = emit(engine, CaptureSizes((4, 404), (), (64, 4096)), drafts, policy=PREFILLS.get(engine))
+    assert warned(over, "decode sizes over max_", "100 become 100, as no batch is larger: 101")
+    assert warned(over, "prefill sizes over", "2048 become 2048, as no batch is larger: 4096")
+    if engine == "sglang":
+        assert "--cuda-graph-max-bs-decode 4 --cuda-graph-bs-decode 1 2 4 " in emitted.text
+        assert "--cuda-graph-max-bs-decode 100 --cuda-graph-bs-decode 1 100 " in over.text
+        assert "--cuda-graph-max-bs-prefill 2048 --cuda-graph-bs-prefill 64 2048" in over.text
+    else:
+        assert json.loads(emitted.file)["cuda_graph_config"]["batch_sizes"] == [1, 2, 4]
+        config = json.loads(over.file)
+        assert config["cuda_graph_config"]["batch_sizes"] == [1, 100]
+        assert config["prefill_capture_num_tokens"] == [64, 2048]
+    assert not warned(emit(engine, CaptureSizes((4, 400), (), (64, 2048)), drafts), "become")
+
+
+PREFILLS = {"tensorrt-llm": "tensorrt_llm:prefill=breakable"}
+
+
+def test_a_phase_without_graphs_is_told() -> None:
+    """A phase whose steps all run eagerly is named, unless the policy has it off and nothing is lost by that."""
+    for engine in ("sglang", "tensorrt-llm"):
+        policy = PREFILLS.get(engine)
+        decodes, prompts = CaptureSizes((100,)), CaptureSizes((), (), (2048,))
+        assert warned(emit(engine, decodes, SETTINGS, policy=policy), "every step with prompts runs eagerly")
+        assert warned(emit(engine, prompts, SETTINGS, policy=policy), "every decode step runs eagerly")
+    assert warned(emit("tensorrt-llm", CaptureSizes((100,), (), (64,)), SETTINGS), "left out", "prefill graphs off")
+    off = emit("sglang", CaptureSizes((100,), (), (64,)), SETTINGS, policy="sglang:decode=disabled,prefill=disabled")
+    assert "--disable-decode-cuda-graph --disable-prefill-cuda-graph" in off.text
+    assert warned(off, "every decode step runs eagerly: the policy has decode graphs off")
+    assert emit("sglang", CaptureSizes((100,)), SETTINGS, policy="sglang:prefill=disabled").warnings == ()
 
 
 def test_sglang_padding_limit() -> None:

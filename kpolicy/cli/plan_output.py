@@ -27,7 +27,7 @@ def emitted_for(engine: str | None, found: TracePlan) -> Emitted | None:
     if engine in (None, "json"):
         return None
     assert engine is not None  # noqa: S101 - said above
-    return emit(engine, found.plan.sizes, found.settings, policy=found.policy)
+    return emit(engine, found.plan.sizes, found.settings, policy=found.policy, multiple_of=found.layout.multiple_of)
 
 
 def plan_file(found: TracePlan, budget: Budget | None = None) -> Any:

@@ -168,8 +168,10 @@ class Workload:
         if name == LIST and layout.decode:
             # Sizes that aren't whole decode rows would be rounded up by the engine.
             align = lcm(align, settings.query_len)
-        kept = {-(-size // align) * align for size in token_candidates(largest)}
-        return aligned_sizes([size for size in kept if size <= largest] or [largest], align)
+        # What would be rounded beyond the largest step is the last multiple before it, which most of such steps fit.
+        last = largest // align * align
+        kept = {min(-(-size // align) * align, last) for size in token_candidates(largest)}
+        return aligned_sizes([size for size in kept if size] or [largest], align)
 
     def time_us(self, sizes: CaptureSizes) -> float:
         """Microseconds of all steps with those sizes captured, each at the next size that holds it."""

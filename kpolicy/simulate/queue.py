@@ -98,7 +98,10 @@ class Queue:
         self.token_gaps = TokenGaps()
         self.num_preemptions = 0
         self.looked_up_tokens = self.reused_tokens = 0
-        """Prompt tokens of admitted requests, and those found in the cache."""
+        """Prompt tokens of requests, each once, and those found in the cache when it was first admitted.
+
+        What a preemption computes again is in neither: it would find its own blocks, which says nothing of the trace.
+        """
         self._admissions = 0
         self._now_us = 0.0
 
@@ -210,8 +213,9 @@ class Queue:
                 break
             self._admissions += 1
             request.admitted = self._admissions
-            self.looked_up_tokens += request.until
-            self.reused_tokens += request.computed
+            if not request.preempted:
+                self.looked_up_tokens += request.prompt_tokens
+                self.reused_tokens += request.computed
             self.prefilling.append(self.waiting.popleft())
             chunks.append((request, new, request.computed))
             budget -= new

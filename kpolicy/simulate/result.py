@@ -78,7 +78,8 @@ class SimResult:
         started_after_s: how long the first request waited for them; 0 for a warm server.
         kv_tokens: KV capacity of a rank, what graphs take not in it.
         preemptions: requests that gave their KV back and were computed again.
-        prompt_tokens, reused_tokens: prompt tokens of admissions, and those found in the prefix cache.
+        prompt_tokens, reused_tokens: prompt tokens of admitted requests, each request's once, and those that were found
+            in the prefix cache when it was first admitted. What is computed again after a preemption is in neither.
         drafted, accepted: tokens drafted and accepted.
         ranks: data-parallel ranks.
         decode_steps: steps of decode rows alone, by number of rows of a rank.

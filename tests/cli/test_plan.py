@@ -136,6 +136,46 @@ def test_emit(kpolicy: Command, trace: Path, tmp_path: Path, engine: str, policy
     assert out.read_text().rstrip("\n") == (found["file"] or shlex.join(found["arguments"]))
 
 
+@pytest.mark.parametrize(
+    ("engine", "list_of", "limit"),
+    [
+        ("vllm", "all", "--max-num-batched-tokens"),
+        ("vllm-ascend", "all", "--max-num-batched-tokens"),
+        ("sglang", "prefill", "--chunked-prefill-size"),
+        ("tensorrt-llm", "prefill", "max_num_tokens"),
+    ],
+)
+def test_what_runs_eagerly_above_the_list_is_told(
+    kpolicy: Command, trace: Path, engine: str, list_of: str, limit: str
+) -> None:
+    """Steps that a list ends before come with a warning; what it advises is what ends the warning."""
+    given = ("plan", trace, "--emit", engine, "--budget", 8, "--max-num-tokens", 2048)
+    out = kpolicy(*given, "--largest", f"{list_of}=512").out
+    assert f"513 to 2048 tokens run eagerly: the list ends at 512, and {limit} is 2048. To avoid that, add 2048" in out
+    (advised,) = re.findall(rf"tokens run eagerly.*plan with (--largest) ({list_of}=2048)\)", out)
+    ended = kpolicy(*given, *advised)
+    assert ended.code == 0, ended
+    assert "2048 tokens run eagerly" not in ended.out
+
+
+def test_advice_keeps_to_the_multiples_that_were_asked_for(kpolicy: Command, trace: Path) -> None:
+    """With --multiple-of a warning names no other size, and with what it advises there is none."""
+    given = ("plan", trace, "--emit", "vllm", "--multiple-of", 7, "--budget", 6)
+    out = kpolicy(*given, "--max-num-tokens", 256, "--max-num-reqs", 256, "--largest", "all=126").out
+    assert "127 to 256 requests run eagerly. To avoid that, add 252 to the list and lower --max-num-seqs to 252" in out
+    assert "steps of 127 to 256 tokens run eagerly: the list ends at 126" in out
+    assert not re.search(r"add (?!252)\d+ to the list", out), out
+    ended = kpolicy(*given, "--max-num-tokens", 252, "--max-num-reqs", 252, "--largest", "all=252")
+    assert ended.code == 0, ended
+    assert "warning" not in ended.out
+
+
+def test_drafts_must_be_asked_for_in_the_engine_too(kpolicy: Command, trace: Path) -> None:
+    """The flags are for rows with drafts, and don't make vLLM draft."""
+    out = kpolicy("plan", trace, "--emit", "vllm", "--speculative", 3, "--budget", 5).out
+    assert 'give --speculative-config too, with "num_speculative_tokens": 3' in out
+
+
 def test_a_plan_file_runs(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
     """The plan file says where it is from, and `run` captures its sizes and no other."""
     out = tmp_path / "plan.json"

@@ -80,6 +80,17 @@ def test_vllm_has_the_flags(version: str) -> None:
         assert f'"{flag}"' in source, flag
 
 
+@pytest.mark.parametrize("version", ["0.23", "0.33"])
+def test_vllm_has_the_flag_for_drafts(version: str) -> None:
+    """What a warning says must be given too is a flag and a field that vLLM has."""
+    release = Release(oracle_folder(), version)
+    drafts = Settings(max_num_reqs=16, max_num_tokens=64, num_speculative_tokens=3)
+    emitted = emit("vllm", CaptureSizes((), (), (4, 64)), drafts, policy=f"vllm:version={version}")
+    assert any('--speculative-config too, with "num_speculative_tokens": 3' in said for said in emitted.warnings)
+    assert '"--speculative-config"' in release.read("vllm/engine/arg_utils.py")
+    assert "num_speculative_tokens:" in release.read("vllm/config/speculative.py")
+
+
 def test_vllm_refuses_what_is_wrong() -> None:
     """The check is one that can fail: a misspelt field and a size that is no number are refused."""
     pydantic = pytest.importorskip("pydantic")
@@ -180,6 +191,21 @@ def test_sglang_parses_the_flags(policy: str) -> None:
             assert found.cuda_graph_bs_prefill is None
         else:
             assert found.cuda_graph_bs_prefill == [16, 48, 2048]
+
+
+def test_sglang_parses_rounded_sizes_and_the_flags_for_drafts() -> None:
+    """Sizes that no whole rows make come out as requests that its parser takes, beside what drafts take."""
+    pytest.importorskip("msgspec")
+    settings = Settings(max_num_reqs=200, max_num_tokens=4096, num_speculative_tokens=3)
+    emitted = emit("sglang", CaptureSizes((1, 2, 6, 13, 900), (), (16, 8192)), settings)
+    asked = "--speculative-algorithm too, with --speculative-num-draft-tokens 4"
+    assert any(asked in warning for warning in emitted.warnings)
+    drafts = ["--speculative-algorithm", "EAGLE", "--speculative-num-draft-tokens", "4"]
+    with argument_parser(SglangRelease(oracle_folder())) as parser:
+        found = parser.parse_args(["--model-path", "x", *emitted.arguments, *drafts])
+        assert found.cuda_graph_bs_decode == [1, 2, 4, 200]
+        assert found.cuda_graph_bs_prefill == [16, 4096]
+        assert found.speculative_num_draft_tokens == 4
 
 
 def test_sglang_without_decode_graphs() -> None:

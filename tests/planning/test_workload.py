@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 import attrs
 import numpy as np
 import pytest
@@ -239,6 +241,17 @@ def test_more_than_sglangs_padding_is_eager() -> None:
         result = simulate(one, "sglang", server=host, costs=costs(), attention=CLAIMS, ladder=sizes)
         assert planned == pytest.approx(result.step_us, rel=1e-9)
         assert ("eager" in result.modes) is eager
+
+
+@pytest.mark.parametrize(("multiple_of", "drafts"), [(1, 0), (8, 0), (7, 0), (1, 2), (100, 3)])
+def test_the_last_multiple_is_a_candidate(multiple_of: int, drafts: int) -> None:
+    """Steps just below the largest need no smaller one; no candidate is beyond the largest step."""
+    planned = workload(num_speculative_tokens=drafts, max_num_tokens=2048)
+    aligned = attrs.evolve(planned, layout=attrs.evolve(planned.layout, multiple_of=multiple_of))
+    align, largest = lcm(multiple_of, 1 + drafts), planned.settings.max_num_tokens
+    found = aligned.candidates(LIST)
+    assert max(found) == largest // align * align
+    assert all(size % align == 0 for size in found)
 
 
 def test_decode_sizes_of_drafts_are_aligned_in_tokens() -> None:

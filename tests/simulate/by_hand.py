@@ -83,7 +83,7 @@ class Rank:
         self.waiting: list[One] = []
         self.prompts: list[One] = []
         self.decodes: list[One] = []
-        self.admissions = self.preemptions = self.reused = 0
+        self.admissions = self.preemptions = self.prompt_tokens = self.reused = 0
 
     @property
     def running(self) -> list[One]:
@@ -169,7 +169,9 @@ class Rank:
                 break
             self.admissions += 1
             request.admitted = self.admissions
-            self.reused += request.computed
+            if not request.preempted:
+                self.prompt_tokens += request.prompt_tokens
+                self.reused += request.computed
             self.prompts.append(self.waiting.pop(0))
             found.append((request, new))
             budget -= new
@@ -253,6 +255,7 @@ class Served:
     drafted: int = 0
     delays: list[float] = attrs.field(factory=list)
     preemptions: int = 0
+    prompt_tokens: int = 0
     reused: int = 0
 
     @property
@@ -364,6 +367,7 @@ def serve(trace: Sequence[TraceRequest], policy: str, server: Server, seed: int)
         now_us += us
     found.span_us = now_us - start_us if found.modes else 0.0
     found.preemptions = sum(rank.preemptions for rank in ranks)
+    found.prompt_tokens = sum(rank.prompt_tokens for rank in ranks)
     found.reused = sum(rank.reused for rank in ranks)
     for rank in ranks:
         assert rank.room() == num_blocks, "no block is lost"

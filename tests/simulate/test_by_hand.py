@@ -76,6 +76,7 @@ def agree(trace: Trace, policy: str, server: Server, seed: int, *, stepwise: boo
     assert got.span_s * 1e6 == pytest.approx(wanted.span_us)
     assert (got.served, sum(got.refused.values())) == (len(wanted.requests), wanted.refused)
     assert (got.preemptions, got.reused_tokens) == (wanted.preemptions, wanted.reused)
+    assert got.prompt_tokens == wanted.prompt_tokens
     told = {mode: [each.steps, each.tokens, each.padding] for mode, each in got.modes.items()}
     assert told == {mode: each[:3] for mode, each in wanted.modes.items()}
     us = {mode: each.us for mode, each in got.modes.items()}

@@ -79,10 +79,11 @@ def test_requests_tokens_and_blocks_are_conserved(trace, hashes, policy, prefix,
     assert (result.ttft.count, result.e2e.count) == (result.served, result.served)
     if not refused:
         assert result.tokens == sum(each.output_tokens for each in trace.requests)
+        prompts = sum(each.prompt_tokens for each in trace.requests)
+        computed = sum(each.step.numbers.num_prefill_tokens for each in seen)
+        assert result.prompt_tokens == prompts
         if not result.preemptions:
-            prompts = sum(each.prompt_tokens for each in trace.requests)
-            computed = sum(each.step.numbers.num_prefill_tokens for each in seen)
-            assert computed + result.reused_tokens == prompts == result.prompt_tokens
+            assert computed + result.reused_tokens == prompts
     for queue in queues:
         assert queue.idle
         assert queue.blocks.available == num_blocks
@@ -114,6 +115,17 @@ def test_equal_prompts_are_computed_once():
     without = simulate(trace, "eager", server=Server(settings=of.settings, kv_tokens=64_000, reuse_prefixes=False))
     assert without.reused_tokens == 0
     assert without.tokens_computed == result.tokens_computed + result.reused_tokens
+
+
+def test_a_preemption_counts_no_prompt_again():
+    """Prompts that give way and find their own blocks in the cache again are counted once, and as not found."""
+    trace = trace_of((0, 24, 24), (0.01, 24, 24), hash_ids=[(1, 2, 3), (4, 5, 6)])
+    of = server(num_blocks=20, block_size=4, reuse_prefixes=True, prefix_block=8)
+    result, steps = run(trace, "eager", of=of)
+    assert result.preemptions >= 1
+    assert (result.prompt_tokens, result.reused_tokens) == (48, 0)
+    readmitted = [start for each in steps[1:] for _, _, start in each.step.chunks]
+    assert any(readmitted), "its own blocks were there, and it started behind them"
 
 
 def test_cached_blocks_give_way_oldest_first():
