@@ -86,7 +86,8 @@ class WholeFile:
         self._target = Path(os.path.realpath(self._target))
         import secrets
 
-        temporary = self._target.with_name(f".{self._target.name}.{secrets.token_hex(4)}.tmp")
+        # Where the target's name is as long as a folder takes, this one is no longer.
+        temporary = self._target.with_name(f".{self._target.name[:60]}.{secrets.token_hex(4)}.tmp")
         file = open(temporary, "xb")  # noqa: SIM115 - it is closed by `keep` or `discard`
         self._temporary = temporary
         return file

@@ -44,6 +44,13 @@ def test_a_file_in_pieces_is_whole_when_it_is_kept(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "\U0001f4c8" * 63])
+def test_a_name_as_long_as_a_folder_takes_is_written(tmp_path: Path, name: str) -> None:
+    """The name that a file has until it is whole is no longer."""
+    write_text(tmp_path / name, "whole")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "whole")]
+
+
 def test_a_link_stays(tmp_path: Path) -> None:
     """What it leads to is replaced, or made where it isn't there yet."""
     real, link = tmp_path / "real", tmp_path / "link"

@@ -5,11 +5,12 @@ What can't be done because of what was asked is one line on standard error and e
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         drop_output()
         sys.exit(0)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            # Options are looked at before anything runs, so this comes before the work.
+            _fail(_too_long(error, given), 2)
         drop_output()
         _fail(f"{error}. Is there space where the output goes?", 1)
     except KeyboardInterrupt:
@@ -115,6 +119,26 @@ def _usage(error: CycloptsError) -> str:
         if takes:
             return f"{token.keyword or 'a value'} is {token.value[:40]!r}; it takes {takes}. See {command} --help."
     return f"{str(error).strip() or type(error).__name__} See {command} --help."
+
+
+def _too_long(error: OSError, given: Sequence[str]) -> str:
+    """The error of a file's name that no folder takes, by the option that gave it, be a policy's name added or not."""
+    asked = Path(os.fsdecode(error.filename or ""))
+    # The longest first: a short value may be how another one begins.
+    for option, value in sorted(_options(given), key=lambda each: -len(each[1])):
+        path = Path(value)
+        if path.name and asked.parent == path.parent and asked.name.startswith(path.stem):
+            several = "" if asked == path else f", as {asked.name}"
+            return f"{option} {value}: the name is too long{several}. Give a shorter one."
+    return f"{asked}: the name is too long. Give a shorter one."
+
+
+def _options(given: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Options of a command line with their values, be they apart or joined by ``=``."""
+    for word, after in zip(given, (*given[1:], ""), strict=True):
+        option, joined, value = word.partition("=")
+        if option.startswith("--"):
+            yield option, value if joined else after
 
 
 _NUMBER = "a number, such as 1.5"

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import attrs
 
 from kpolicy.engine_flags import engine_of
+from kpolicy.planning.plan import WORTH
+from kpolicy.planning.workload import DECODE, LIST
 from kpolicy.report.curves import LATENCIES
 from kpolicy.report.html import ms
 from kpolicy.report.paste import Paste, paste_for_kpolicy, paste_of
 from kpolicy.report.runs import Planned, Run
+from kpolicy.report.smallest import none_below
 from kpolicy.simulate import Server
 from kpolicy.words import some
 
@@ -65,14 +68,23 @@ def badness(run: Run, *, by_level: bool) -> float:
 def best_of(runs: Sequence[Run]) -> Run:
     """The best run; of those that are near it the one with the least graph memory, then the first.
 
-    Only runs that serve as many requests as any are considered.
+    Only runs that serve as many requests as any are considered. Of those that are near, planned sizes that take longer
+    to capture than the sizes that they would replace are no gain.
     """
     most = max(run.result.served for run in runs)
     runs = [run for run in runs if not _fewer(run.result.served, most)]
     by_level = _by_level(runs)
     least = min(badness(run, by_level=by_level) for run in runs)
     near = [run for run in runs if _near(badness(run, by_level=by_level), least, by_level=by_level)]
+    near = [run for run in near if not any(_slower_start(run, other) for other in near)]
     return min(near, key=lambda run: run.result.graph_bytes)
+
+
+def _slower_start(run: Run, base: Run) -> bool:
+    """Whether a run has planned sizes, another has its policy without them, and they take longer to capture."""
+    if run.kind != "planned" or base.kind == "planned" or run.policy != base.policy:
+        return False
+    return run.result.capture_s > base.result.capture_s * (1 + NEAR)
 
 
 def _fewer(served: int, most: int) -> bool:
@@ -108,7 +120,9 @@ def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: S
         )  # fmt: skip
     best = best_of(within)
     base = next(run for run in runs if run.policy == best.policy)
-    sentence = _sentence(best, base, runs)
+    plan = planned.get(id(base))
+    needless = plan is not None and best is base and _as_good(plan.run, base)
+    sentence = _sentence(best, base, runs, plan if needless else None)
     if has_level(best) and not _by_level(within):
         sentence = f"No request meets the service level; {sentence[0].lower()}{sentence[1:]}"
     details = [_measure(best)]
@@ -119,7 +133,6 @@ def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: S
             f"Not compared, because they serve fewer requests than {best.name} with {best.result.served:,}: {counted}."
         )
     details += _longer(best, base)
-    plan = planned.get(id(base))
     if plan is None and not best.result.measured:
         details.append(
             f"By {best.result.costs}: nothing was measured on your device. Measure a profile (kpolicy run "
@@ -128,6 +141,8 @@ def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: S
     if server.ranks > 1:
         details.append(f"Sizes are planned for one rank; {server.ranks} were simulated, so none were planned.")
     if plan is not None:
+        details[1:1] = _needless(plan) if needless else []
+        details += none_below(plan.found, DECODE, LIST)
         details += _held_out(plan)
     paste = paste_of(best, server)
     if engine_of(best.policy) is None:
@@ -139,7 +154,16 @@ def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: S
     return Advice(sentence=sentence, details=tuple(details), paste=tuple(paste), best=best)
 
 
-def _sentence(best: Run, base: Run, runs: Sequence[Run]) -> str:
+def _as_good(run: Run | None, base: Run) -> bool:
+    """Whether a planned run is near its policy's without a plan."""
+    if run is None or _fewer(run.result.served, base.result.served):
+        return False
+    by_level = _by_level([run, base])
+    better, worse = sorted(badness(each, by_level=by_level) for each in (run, base))
+    return _near(worse, better, by_level=by_level)
+
+
+def _sentence(best: Run, base: Run, runs: Sequence[Run], needless: Planned | None) -> str:
     others = [run for run in runs if run.policy != best.policy]
     text = f"Run {best.policy}"
     if others:
@@ -148,7 +172,7 @@ def _sentence(best: Run, base: Run, runs: Sequence[Run]) -> str:
         if not best.result.graphs:
             return f"{text}, without graphs."
         own = "its own" if best.kind == "own" else "the given"
-        return f"{text} with {own} capture sizes, {_graphs(best)}."
+        return f"{text} with {own} capture sizes, {_graphs(best)}{_beside(needless)}."
     now, was = best.result, base.result
     own = "its own" if base.kind == "own" else "the given ones"
     return (
@@ -156,6 +180,38 @@ def _sentence(best: Run, base: Run, runs: Sequence[Run]) -> str:
         f"{_mib(now.graph_bytes)} instead of {_mib(was.graph_bytes)} of graph memory, {now.capture_s:.1f} s instead of "
         f"{was.capture_s:.1f} s of capture, and {_change(best, base)}."
     )
+
+
+def _beside(needless: Planned | None) -> str:
+    """Why a plan that serves as well isn't advised."""
+    if needless is None or needless.run is None:
+        return ""
+    now, was = needless.run.result, needless.base.result
+    where = "within the budget they" if needless.limited else "they"
+    return (
+        f": {where} are as good as planned ones, which take {_mib(now.graph_bytes)} instead of {_mib(was.graph_bytes)} "
+        f"of graph memory and {now.capture_s:.1f} s instead of {was.capture_s:.1f} s of capture for "
+        f"{_change(needless.run, needless.base)}"
+    )
+
+
+def _needless(plan: Planned) -> list[str]:
+    """Why planned sizes aren't taken, and how few would do where a budget has room for more than are worth it."""
+    made, told = plan.found.plan, []
+    if plan.run is not None and plan.run.result.graph_bytes < plan.base.result.graph_bytes:
+        told.append("Planned sizes that have less graph memory and take longer to capture aren't taken.")
+    least_us = WORTH * made.curve_us[-1]
+    enough = max((k + 1 for k in range(made.num_sizes) if made.gain_us(k) >= least_us), default=0)
+    if not plan.limited or enough >= made.num_sizes:
+        return told
+    longer = made.curve_us[enough] / made.curve_us[made.num_sizes] - 1
+    told.append(
+        "Within a budget a size is planned for whatever it saves, however little: "
+        f"{some(made.num_sizes, 'size')} here. With the best {enough:,} alone steps would take {longer:.2%} longer. "
+        f"Without a budget only sizes that take {WORTH:.1%} or more off a mean step are planned: try that, or --budget "
+        f"{enough:,}."
+    )
+    return told
 
 
 def _against(best: Run, other: Run) -> str:

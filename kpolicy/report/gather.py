@@ -122,8 +122,10 @@ class _Asked:
         if result.interrupted:
             raise KeyboardInterrupt
         kind = "planned" if planned else "own" if sizes is None else "given"
-        sizes = sizes or get_policy(policy).sizes(self.server.settings)
-        return Run(policy=policy, kind=kind, sizes=sizes, result=result, steps=steps.done())
+        made, settings = get_policy(policy), self.server.settings
+        sizes = sizes or made.sizes(settings)
+        keys = made.plan(sizes, self.claims, settings)
+        return Run(policy=policy, kind=kind, sizes=sizes, keys=keys, result=result, steps=steps.done())
 
     @property
     def claims(self) -> Claims:
@@ -324,7 +326,7 @@ def _planned(trace: Trace, base: Run, asked: _Asked, limits: dict[str, Any], tel
     run = None
     if sizes.decode or sizes.mixed or sizes.piecewise:
         run = asked.run(trace, base.policy, tell(f"{base.policy}, planned", len(trace)), planned=sizes)
-    return Planned(found=made, base=base, run=run, budget=limits["budget"])
+    return Planned(found=made, base=base, run=run, **limits)
 
 
 def _to_plan(runs: Sequence[Run], asked: _Asked) -> list[Run]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
-__all__ = ["bar", "cell", "count", "ms", "percent", "seconds", "table", "text"]
+__all__ = ["HINT", "bar", "cell", "count", "ms", "percent", "seconds", "table", "text"]
 
 
 def text(value: object) -> str:
@@ -42,6 +42,10 @@ def cell(shown: str, key: float | None = None, *, head: bool = False) -> str:
     return f'<th scope="row"{by}>{shown}</th>' if head else f"<td{by}>{shown}</td>"
 
 
+HINT = '<span class="hint">\u25c0 \u25b6 scroll sideways for all columns</span>'
+"""In the caption above a box that may scroll; the style hides it where all columns fit."""
+
+
 def table(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]], *, sortable: bool = True) -> str:
     """A table of `cell`s that scrolls in its own box.
 
@@ -60,7 +64,7 @@ def table(caption: str, names: Sequence[str], rows: Iterable[Sequence[str]], *, 
     body = "".join(f"<tr>{''.join(row)}</tr>\n" for row in rows)
     kind = ' class="sortable"' if sortable else ""
     return (
-        f'<p class="caption">{text(caption)}</p>\n'
+        f'<p class="caption">{text(caption)}{HINT}</p>\n'
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}"><table{kind}>\n'
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n"
     )

@@ -1,6 +1,13 @@
 "use strict";
 const some = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
+// Boxes that are wider than the window: their captions say that they scroll.
+const cut = new ResizeObserver((boxes) => requestAnimationFrame(() => boxes.forEach(({ target }) => {
+  const box = target.closest(".scroll");
+  box.previousElementSibling.classList.toggle("wide", box.scrollWidth > box.clientWidth);
+})));
+document.querySelectorAll(".scroll, .scroll > table").forEach((each) => cut.observe(each));
+
 // Tables: a column's head sorts by it, first falling for numbers.
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];

@@ -66,7 +66,7 @@ def _trace(made: TraceReport, number: int, report: Report) -> str:
         ("timeline", "Timeline", _timeline(made, number)),
         ("map", "Mode map", _map(made, settings)),
         ("padding", "Padding by size", sections.padding(made.plans, made.runs)),
-        ("plan", "Capture sizes", _plans(made, settings)),
+        ("plan", "Capture sizes", _plans(made)),
         ("reasons", "Reasons", sections.reasons(made.runs)),
     ]
     body = "".join(
@@ -100,7 +100,7 @@ def _map(made: TraceReport, settings: Settings) -> str:
     return f"<p>{said}</p>\n{sections.maps(made.maps)}"
 
 
-def _plans(made: TraceReport, settings: Settings) -> str:
+def _plans(made: TraceReport) -> str:
     if not made.plans and made.interrupted:
         return "<p>Nothing was planned: interrupted.</p>\n"
     failed = [why for what, why in made.failed if what.startswith("plan for")]
@@ -108,7 +108,7 @@ def _plans(made: TraceReport, settings: Settings) -> str:
         return f"<p>Nothing was planned: {text(failed[0])}</p>\n"
     if not made.plans:
         return "<p>Nothing was planned: no policy here captures graphs for one rank.</p>\n"
-    return "".join(sections.plan(each, settings.query_len) for each in made.plans)
+    return "".join(sections.plan(each) for each in made.plans)
 
 
 def _setting(report: Report) -> str:

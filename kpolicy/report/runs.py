@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 from kpolicy.budgets import Budget
+from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureSizes
+from kpolicy.modes import Part
 from kpolicy.report.steps import Steps
 from kpolicy.simulate import SimResult
 from kpolicy.trace_plan import TracePlan
+from kpolicy.words import some
 
 __all__ = ["Planned", "Run", "in_words"]
 
@@ -21,6 +26,8 @@ class Run:
         policy: the policy, with its arguments.
         kind: whose capture sizes it had: ``own``, ``given`` or ``planned``.
         sizes: those sizes.
+        keys: the graphs that the policy plans for them with this attention; not all are captured where
+            `result.not_captured` counts some.
         result: what came out.
         steps: what was kept of the steps.
     """
@@ -28,6 +35,7 @@ class Run:
     policy: str
     kind: str
     sizes: CaptureSizes
+    keys: tuple[GraphKey, ...] = attrs.field(repr=False)
     result: SimResult
     steps: Steps = attrs.field(repr=False)
 
@@ -46,25 +54,44 @@ class Planned:
         base: the run of its policy without it.
         run: the run with it; None where the plan captures nothing.
         budget: what it was planned under; None without a limit.
+        most_sizes: the most sizes it may have; None for any number.
     """
 
     found: TracePlan
     base: Run
     run: Run | None
     budget: Budget | None = None
+    most_sizes: int | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether anything was limited."""
+        return self.most_sizes is not None or self.budget not in (None, Budget())
 
 
-def in_words(sizes: CaptureSizes, query_len: int = 1) -> list[tuple[str, str]]:
-    """The lists of capture sizes: what each is for, and its sizes; equal lists once."""
-    if sizes.mixed == sizes.piecewise and set(sizes.decode) <= set(sizes.piecewise):
-        return [("all graphs, tokens", _listed(sizes.piecewise))]
-    decode = tuple(size // query_len for size in sizes.decode)
-    lists = (
-        ("decode graphs, requests", decode), ("FULL graphs of mixed batches, tokens", sizes.mixed),
-        ("PIECEWISE graphs, tokens", sizes.piecewise),
-    )  # fmt: skip
-    return [(name, _listed(listed)) for name, listed in lists if listed] or [("graphs", "none")]
+def in_words(keys: Iterable[GraphKey]) -> list[tuple[str, str]]:
+    """Graphs by kind: how many there are and what they are for, and their sizes in words.
+
+    Graphs of one size that differ in something else, such as adapters, are counted each and listed once.
+    """
+    kinds: dict[tuple[int, str, str], list[int]] = {}
+    for key in keys:
+        place, what, size = _kind(key)
+        kinds.setdefault((place, f"{key.part.name} graph", what), []).append(size)
+    listed = [
+        (f"{some(len(sizes), graph)}{what}", ", ".join(map(str, sorted(set(sizes)))))
+        for (_, graph, what), sizes in sorted(kinds.items())
+    ]
+    return listed or [("graphs", "none")]
 
 
-def _listed(sizes: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sizes)) or "none"
+def _kind(key: GraphKey) -> tuple[int, str, int]:
+    """Where graphs of a kind stand among the others, what they are for, and the size of this one."""
+    if key.part is Part.PIECEWISE:
+        return 1000, ", tokens", key.num_tokens
+    if key.query_len is not None:
+        each = f" of {key.query_len} tokens a request" if key.query_len > 1 else ""
+        return key.query_len, f" of decode batches{each}, requests", key.num_tokens // key.query_len
+    if key.max_query_len is not None:
+        return 998, f" of decode batches of up to {key.max_query_len} tokens a request, tokens", key.num_tokens
+    return 999, " of mixed batches, tokens", key.num_tokens

@@ -9,10 +9,11 @@ from kpolicy.modes import Mode
 from kpolicy.observe import padding_per_token, padding_text
 from kpolicy.reasons import Reason
 from kpolicy.report.advice import Advice, has_level
-from kpolicy.report.html import bar, cell, count, ms, percent, seconds, table, text
+from kpolicy.report.html import HINT, bar, cell, count, ms, percent, seconds, table, text
 from kpolicy.report.modemap import CHEAPEST, MUCH_WORSE, ModeMap
 from kpolicy.report.padding import by_range, remainder
 from kpolicy.report.runs import Planned, Run, in_words
+from kpolicy.report.smallest import none_below
 from kpolicy.report.steps import MODES
 from kpolicy.words import some
 
@@ -205,14 +206,20 @@ def _whose(run: Run) -> str:
     return {"own": "default", "given": "given", "planned": "planned"}[run.kind]
 
 
-def plan(made: Planned, query_len: int) -> str:
+def _left_out(run: Run) -> list[tuple[str, str]]:
+    """Graphs that a run's policy plans for and couldn't have."""
+    lost = run.result.not_captured
+    return [("of these not captured", ", ".join(f"{many:,} {name}" for name, many in lost.items()))] if lost else []
+
+
+def plan(made: Planned) -> str:
     """A plan: its sizes beside the ones it replaces, and every engine's default list on the same steps."""
     found = made.found
     lists = "".join(
         f"<dt>{text(_whose(run))}: {text(name)}</dt><dd>{text(sizes)}</dd>"
         for run in (made.run, made.base)
         if run is not None
-        for name, sizes in in_words(run.sizes, query_len)
+        for name, sizes in (*in_words(run.keys), *_left_out(run))
     )
     rows = [
         [
@@ -228,7 +235,8 @@ def plan(made: Planned, query_len: int) -> str:
     price = f"One more size would take {found.plan.price_us:,.1f} us off a mean step"
     price += f", in the list {found.plan.next_list}." if found.plan.next_list else "."
     settled = "" if found.replayed.settled else " The plan didn't settle: its sizes change the steps it is made from."
-    return f"<h4>{text(found.policy)}</h4>\n<dl>{lists}</dl>\n<p>{text(price + settled)}</p>\n" + table(
+    below = "".join(f"<p>{text(line)}</p>\n" for line in none_below(found))
+    return f"<h4>{text(found.policy)}</h4>\n<dl>{lists}</dl>\n{below}<p>{text(price + settled)}</p>\n" + table(
         "Lists on the steps that the plan makes", names, rows
     )
 
@@ -273,8 +281,9 @@ def _map(made: ModeMap, caption: str) -> str:
         lines.append(f"<tr>{''.join(row)}</tr>\n")
     return (
         f'<p class="caption">{text(caption)}: decode rows (down) of {made.kv_len:,} KV tokens by prompt tokens '
-        f'(across)</p>\n<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}"><table class="map">'
-        f'<thead><tr><td class="corner"></td>{heads}</tr></thead><tbody>\n{"".join(lines)}</tbody></table></div>\n'
+        f'(across){HINT}</p>\n<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
+        f'<table class="map"><thead><tr><td class="corner"></td>{heads}</tr></thead><tbody>\n'
+        f"{''.join(lines)}</tbody></table></div>\n"
         '<p class="said" aria-live="polite"></p>\n'
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shlex
 from html import unescape
 from importlib import import_module
@@ -140,6 +141,37 @@ def test_a_page_that_is_there_stays_where_the_new_one_fails(kpolicy: Command, tr
     assert "budget" in ended.err
     assert page.read_text() == "the old one"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.html", "trace.csv"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "name"),
+    [
+        (("report", "--out", "{}"), "--out", "x" * 300 + ".html"),
+        (("report", "--out={}"), "--out", "x" * 300 + ".html"),
+        (("report", "--out", "{}"), "--out", "x" * 300 + "/r.html"),
+        (("report", "--out", "r.html", "--plots", "{}"), "--plots", "x" * 300),
+        (("report", "--out", "r.html", "--perfetto", "{}"), "--perfetto", "x" * 300),
+        (("plan", "--out", "{}"), "--out", "x" * 300),
+        (("simulate", "--step-log", "{}"), "--step-log", "x" * 300),
+        (("simulate", "--policy", "vllm", "--policy", "auto", "--perfetto", "{}"), "--perfetto", "x" * 252),
+        (("sweep", "--out", "{}"), "--out", "x" * 300),
+    ],
+)
+def test_a_name_that_is_too_long_is_said_first(
+    kpolicy: Command, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...],
+    option: str, name: str,
+) -> None:  # fmt: skip
+    """The option, the name and what is wrong with it, exit code 2, and nothing is made; of any command."""
+    monkeypatch.chdir(tmp_path)
+    pytest.importorskip("matplotlib") if option == "--plots" else None
+    ended = kpolicy(command[0], "trace.csv", *(word.format(name) for word in command[1:]))
+    assert ended.code == 2
+    assert re.match(rf"kpolicy: {option}\b.* {name}", ended.err)
+    assert "too long" in ended.err
+    assert "Is there space" not in ended.err
+    assert ended.err.count("\n") == 1
+    assert ended.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
 
 
 @pytest.mark.parametrize("name", ["latency.svg", "padding-2.png"])

@@ -142,6 +142,45 @@ def test_what_planned_sizes_make_longer_is_told() -> None:
     assert [line for line in made.advice.details if line.startswith("Longer")] == told(made.runs[1], made.runs[0])
 
 
+def test_a_plan_that_gains_nothing_and_starts_later_isnt_best() -> None:
+    """Of runs that are near, planned sizes with less memory that take longer to capture lose to their policy's own."""
+    run = small_report().traces[0].runs[0]
+
+    def of(kind: str, mean_us: float, graph_bytes: int, capture_s: float) -> Run:
+        made = with_mean(run, mean_us, graph_bytes)
+        return attrs.evolve(made, kind=kind, result=attrs.evolve(made.result, capture_s=capture_s))
+
+    own = of("own", 1000.0, 822, 25.6)
+    for mean_us, capture_s, wins in ((999.9, 26.9, False), (999.9, 25.6, True), (990.0, 26.9, True)):
+        planned = of("planned", mean_us, 810, capture_s)
+        assert best_of([own, planned]) is (planned if wins else own)
+    other = attrs.evolve(of("own", 1000.0, 900, 1.0), policy="another")
+    assert best_of([other, of("planned", 999.9, 810, 26.9)]).kind == "planned"
+
+
+def test_a_wide_budget_that_saves_nothing_keeps_the_default() -> None:
+    """The sentence has both, and a detail says how few sizes would do; with as few a plan is advised."""
+    made, few = (
+        gather([TRACE], ["vllm"], **limits).traces[0]
+        for limits in ({"plan_budget": Budget(bytes=2 << 30)}, {"most_sizes": 4})
+    )
+    own, planned = made.runs
+    assert planned.result.capture_s > own.result.capture_s
+    assert planned.result.e2e.mean == pytest.approx(own.result.e2e.mean, rel=NEAR)
+    assert made.advice.best is own
+    assert re.fullmatch(
+        r"Run vllm with its own capture sizes, 86 graphs: within the budget they are as good as planned ones, which "
+        r"take [0-9,]+ MiB instead of 822 MiB of graph memory and [0-9.]+ s instead of 25\.6 s of capture for requests "
+        r"that end .*\.",
+        made.advice.sentence,
+    )
+    assert "[1,2,4,8," in made.advice.paste[0].text
+    (line,) = (line for line in made.advice.details if line.startswith("Within a budget"))
+    assert line.endswith("try that, or --budget 4.")
+    assert few.advice.best is few.runs[1]
+    assert few.runs[1].result.capture_s < own.result.capture_s
+
+
 def test_own_sizes_are_kept_where_the_plan_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one planned size makes requests end later, the flags are the default sizes'."""
     module = import_module("kpolicy.report.gather")

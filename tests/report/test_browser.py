@@ -2,14 +2,15 @@
 
 Needs playwright (`pip install playwright`) and a Chromium: one on PATH (Debian: `apt-get install
 chromium-headless-shell`), the one of `playwright install chromium`, or the file that KPOLICY_BROWSER names. With
-KPOLICY_SCREENSHOTS the pictures are kept in that folder.
+KPOLICY_SCREENSHOTS the pictures are kept in that folder, which is made.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from kpolicy.report import gather, page
 from kpolicy.scheduling.generator import generate_trace
+from kpolicy.simulate import ServiceLevel, Spread
 from tests.report.helpers import COSTS, SMALL, small_report
 from tests.report.test_page import HOSTILE
 
@@ -53,6 +55,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written
 
 
+def keep(name: str, picture: Callable[[], bytes]) -> None:
+    """Write a picture to the folder that KPOLICY_SCREENSHOTS names, which is made; without one none is taken.
+
+    Of a page as tall as these on a phone a browser can't take one at times, where the machine is busy.
+    """
+    folder = os.environ.get("KPOLICY_SCREENSHOTS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / name).write_bytes(picture())
+
+
+def test_the_folder_of_the_pictures_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With those above it; one that is there is used."""
+    monkeypatch.setenv("KPOLICY_SCREENSHOTS", str(tmp_path / "new" / "pictures"))
+    for content in (b"one", b"other"):
+        keep("a.png", partial(bytes, content))
+        assert (tmp_path / "new" / "pictures" / "a.png").read_bytes() == content
+
+
 class Shown:
     """A page in a window, and what went wrong there."""
 
@@ -82,9 +103,7 @@ class Shown:
 def test_it_is_shown_without_an_error(browser: Any, path: Path, size: str, scheme: str) -> None:
     """An empty console, only the file itself asked for, nothing wider than the window, light or dark as asked."""
     with Shown(browser, path, size, scheme) as shown:
-        picture = shown.page.screenshot(full_page=True)
-        if os.environ.get("KPOLICY_SCREENSHOTS"):
-            (Path(os.environ["KPOLICY_SCREENSHOTS"]) / f"report-{scheme}-{size}.png").write_bytes(picture)
+        keep(f"report-{scheme}-{size}.png", lambda: shown.page.screenshot(full_page=True))
         assert shown.wrong == []
         assert [url for url in shown.asked if not url.startswith(("file:", "data:"))] == []
         inner, wide = shown.page.evaluate("[innerWidth, document.documentElement.scrollWidth]")
@@ -95,6 +114,52 @@ def test_it_is_shown_without_an_error(browser: Any, path: Path, size: str, schem
         assert abs(brightness(back) - brightness(fore)) > 160
         assert shown.page.locator(".timeline svg").count() == 2
         assert shown.page.locator("img").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", list(SIZES))
+def test_what_is_cut_says_that_it_scrolls(browser: Any, path: Path, size: str, scheme: str) -> None:
+    """In words, in a colour that can be read, above each box whose columns don't fit and above no other."""
+    with Shown(browser, path, size, scheme) as shown:
+        for details in shown.page.locator("details").all():
+            details.evaluate("e => { e.open = true; }")
+        shown.page.wait_for_timeout(100)
+        boxes = shown.page.locator(".scroll").evaluate_all(
+            """all => all.map(e => {
+              const hint = e.previousElementSibling.querySelector(".hint"), style = getComputedStyle(hint);
+              return [e.scrollWidth > e.clientWidth, hint.getClientRects().length > 0, hint.innerText, style.color];
+            })"""
+        )
+        assert len(boxes) > 10
+        back = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        for cut, told, words, colour in boxes:
+            assert cut == told
+            if told:
+                assert "scroll sideways" in words
+                assert abs(brightness(colour) - brightness(back)) > 160
+        assert any(cut for cut, *_ in boxes) == (size != "desktop")
+        shown.page.set_viewport_size({"width": 2000, "height": 900})
+        shown.page.wait_for_timeout(100)
+        assert not shown.page.locator(".hint:visible").count()
+
+
+def test_the_policies_fit_a_desktops_window(browser: Any, tmp_path: Path) -> None:
+    """All columns, that of the service level too, of numbers as a long trace of an 8B model has them."""
+    level = attrs.evolve(SMALL, service_level=ServiceLevel(ttft_ms=500))
+    made = gather([generate_trace(num_requests=40, seed=1)], ["auto", "vllm"], server=level, costs=COSTS)
+    long: dict[str, Any] = {
+        "served": 12_345, "graphs": 122, "graphs_used": 122, "graph_bytes": 1038 << 20,
+        "capture_s": 31.05, "ttft": Spread(count=1, p50=199e3, p99=22_179e3), "e2e": Spread(count=1, p50=1e8, mean=1e8),
+    }  # fmt: skip
+    (trace,) = made.traces
+    runs = tuple(attrs.evolve(run, result=attrs.evolve(run.result, **long)) for run in trace.runs)
+    written = tmp_path / "report.html"
+    written.write_text(page(attrs.evolve(made, traces=(attrs.evolve(trace, runs=runs),))), encoding="utf-8")
+    with Shown(browser, written, "desktop", "light") as shown:
+        box = shown.page.locator("#compare-0 .scroll")
+        keep("report-policies.png", shown.page.locator("#compare-0").screenshot)
+        assert box.locator("th[scope=row]").count() > 2
+        assert box.evaluate("e => e.scrollWidth <= e.clientWidth")
 
 
 def brightness(colour: str) -> float:
@@ -169,8 +234,7 @@ def test_the_timeline_zooms(browser: Any, path: Path) -> None:
         assert any(not fill.startswith("url(") for fill in fills)
         shown.page.mouse.move(box["x"] + 400, box["y"] + 40)
         assert "decode rows" in place.locator(".said").inner_text()
-        if os.environ.get("KPOLICY_SCREENSHOTS"):
-            place.screenshot(path=str(Path(os.environ["KPOLICY_SCREENSHOTS"]) / "report-zoomed.png"))
+        keep("report-zoomed.png", place.screenshot)
         assert shown.wrong == []
 
 

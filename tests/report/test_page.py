@@ -10,12 +10,16 @@ from typing import Any
 import attrs
 import pytest
 
+from kpolicy.budgets import Budget
+from kpolicy.costs import Curve
 from kpolicy.errors import ConfigError
 from kpolicy.kv_span import KvSpan
+from kpolicy.modes import Part
 from kpolicy.policies import get_policy
 from kpolicy.report import gather, page
-from kpolicy.report.html import cell
+from kpolicy.report.html import cell, text
 from kpolicy.report.sections import _outside
+from kpolicy.report.smallest import none_below
 from kpolicy.report.timeline import shares
 from kpolicy.scheduling.generator import generate_trace
 from kpolicy.scheduling.traces import FailedTrace, Trace
@@ -102,6 +106,65 @@ def test_a_run_whose_table_has_no_contexts_is_told() -> None:
     results = [SimpleNamespace(outside_sizes=0, outside_contexts=each, steps=9) for each in (0, None)]
     runs: Any = [SimpleNamespace(name="a run", result=result) for result in results]
     assert _outside(runs) == ["Contexts: not recorded by the cost table."]
+
+
+@pytest.mark.parametrize("policy", ["auto", "full", "piecewise", "tensorrt_llm", "split", "sglang", "vllm"])
+@pytest.mark.parametrize("more", [{}, {"num_speculative_tokens": 3}, {"max_loras": 2}])
+def test_listed_graphs_are_those_that_are_captured(policy: str, more: dict[str, int]) -> None:
+    """By kind, with their number: a kind that the policy has no graphs of with this attention isn't there."""
+    server = attrs.evolve(SMALL, settings=attrs.evolve(SMALL.settings, **more))
+    made = gather([generate_trace(num_requests=20, seed=3)], [policy], server=server, costs=COSTS, most_sizes=4)
+    read = Page(page(made)).texts
+    for run in made.traces[0].runs:
+        whose = "planned" if run.kind == "planned" else "default"
+        told = [name for name in read["dt"] if name.startswith(whose)]
+        counts = [re.match(r"\w+: (\d+) (FULL|PIECEWISE) graphs?( of mixed)?", name) for name in told]
+        assert sum(int(found[1]) for found in counts if found) == run.result.graphs > 0
+        assert all(counts)
+        for part in Part:
+            of = [found for found in counts if found and found[2] == part.name]
+            assert sum(int(found[1]) for found in of) == sum(key.part is part for key in run.keys)
+        mixed = any(key.part is Part.FULL and not key.decode_only for key in run.keys)
+        assert any(found and found[3] for found in counts) == mixed
+    if policy == "sglang":
+        assert [each for each in read["dt"] if "mixed" in each] == []
+
+
+def test_what_a_budget_leaves_out_is_told_beside_the_sizes() -> None:
+    """Graphs that weren't captured are listed with the others, and counted with the reason."""
+    made = gather([generate_trace(num_requests=20, seed=3)], ["vllm"], server=SMALL, costs=COSTS, budget=Budget(4))
+    base = made.traces[0].runs[0]
+    html = page(made)
+    assert len(base.keys) == 4 + sum(base.result.not_captured.values()) > 4
+    ((reason, many),) = base.result.not_captured.items()
+    assert f"<dt>default: of these not captured</dt><dd>{many} {reason}</dd>" in html
+
+
+def test_a_list_that_starts_high_says_why() -> None:
+    """Where costs are flat smaller sizes save nothing, where they rise the share is told.
+
+    A list from 1 up says nothing. What isn't about decodes is told with the sizes alone, not with the advice.
+    """
+    trace = generate_trace(num_requests=20, seed=3)
+    made = gather([trace], ["vllm"], most_sizes=2).traces[0]
+    least = made.plans[0].found.plan.lists["all"][0]
+    assert least > 100
+    (said,) = none_below(made.plans[0].found)
+    assert f"No size below {least} tokens is planned" in said
+    assert "would take 0.00% off a mean step" in said
+    assert re.search(rf"a FULL graph of {least} tokens takes as long as one of 1 \([0-9.]+ ms\)", said)
+    assert said in made.advice.details
+    assert text(said) in page(attrs.evolve(small_report(), traces=(made,)))
+    steep = Curve((1, 128), (100.0, 900.0))
+    costs = attrs.evolve(COSTS, full=steep, mixed=steep, piecewise=steep)
+    few, many = (gather([trace], ["auto"], server=SMALL, costs=costs, most_sizes=most).traces[0] for most in (4, 40))
+    (said,) = none_below(few.plans[0].found)
+    assert said.startswith("No size of batches with prompts below 128 tokens is planned: ")
+    share = re.search(r"would take ([0-9.]+)% off a mean step.* takes 0\.90 ms and one of 1 0\.10 ms", said)
+    assert share is not None
+    assert float(share[1]) > 0.5
+    assert said not in few.advice.details
+    assert none_below(many.plans[0].found) == []
 
 
 def test_padding_adds_up_to_the_simulations() -> None:
