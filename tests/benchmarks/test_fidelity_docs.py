@@ -866,6 +866,26 @@ def singly(row: dict[str, Any]) -> str:
     return f"{row['error']:.1%} off singly (noise {row['noise']:.1%})"
 
 
+def eager_again(name: str) -> str:
+    """What is said of host-bound EAGER steps, all of which ran again, and of the second turn's."""
+    eager = ("eager", "host-bound")
+    last, row, second = read(name), rows_of(name)[eager], later_of(name)[eager]
+    share_again, error = ran_again(last, *eager)
+    assert share_again == 1.0
+    told = f"Host-bound EAGER is {singly(row)} and {error:.1%} by the middle of five repeats of all its {row['steps']} "
+    told += f"steps. The second turn's {second['steps']} are {second['error']:.1%} off singly (noise "
+    return f"{told}{second['noise']:.1%}, bias {second['bias']:+.1%})"
+
+
+def of_calibrations(name: str) -> tuple[str, str]:
+    """What is said of five calibrations' EAGER prompts, and of the host's speed in the profile and in turns."""
+    (alone, _), speeds = eager_levels(name), host_speeds(name)
+    told = f"Calibrations lie {max(alone) / min(alone) - 1:.0%} apart in what an EAGER prompt takes the host: "
+    told += "{:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f} ms at the".format(*alone)
+    host = f"{read(name)['host_work_us']:.1f} us of fixed work in the profile, {min(speeds):.1f} to {max(speeds):.1f} "
+    return told, f"{host}in the mean"
+
+
 def test_figures_of_the_small_qwens_thirteenth_in_the_text() -> None:
     """What its cells, turns, host, calibrations and prompts are said to be; not what a later table makes of it."""
     page = " ".join(" ".join(DOC).split())
@@ -879,15 +899,7 @@ def test_figures_of_the_small_qwens_thirteenth_in_the_text() -> None:
     own = {each: row_by(last, each, "split/decodes_beside", "middle")["steps"] for each in ("auto", SPLIT)}
     assert sum(own.values()) == row["steps"]
     assert f"{own[SPLIT]} of the {row['steps']} steps are `split`'s" in page
-    row, second = rows[eager], later[eager]
-    share_again, error = ran_again(last, *eager)
-    assert share_again == 1.0
-    told = f"Host-bound EAGER is {singly(row)} and {error:.1%} by the middle of five repeats of all its "
-    assert f"{told}{row['steps']} steps." in page
-    told = (
-        f"The second turn's {second['steps']} are {second['error']:.1%} off singly (noise {second['noise']:.1%}, bias "
-    )
-    assert f"{told}{second['bias']:+.1%})" in page
+    assert eager_again(name) in page
     row, second, again = rows[pieces], later[pieces], repeated(last, *pieces)
     assert again is not None
     told = f"Host-bound PIECEWISE, {row['steps']} steps, is {singly(row)} and {ran_again(last, *pieces)[1]:.1%} "
@@ -897,13 +909,7 @@ def test_figures_of_the_small_qwens_thirteenth_in_the_text() -> None:
     ttft, gap = latencies_off(name)
     told = f"All else is within {within:.1%} by single steps. TTFT p50 is within {ttft:.1%}, gaps within "
     assert f"{told}{gap:.1%}. No pair is ranked wrongly, and every one is shown. {mean_alone(last)}" in page
-    alone, _ = eager_levels(name)
-    told = f"Calibrations lie {max(alone) / min(alone) - 1:.0%} apart in what an EAGER prompt takes the host: "
-    assert told + "{:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f} ms at the".format(*alone) in page
-    speeds = host_speeds(name)
-    told = f"{last['host_work_us']:.1f} us of fixed work in the profile, {min(speeds):.1f} to {max(speeds):.1f} "
-    told += "in the mean"
-    assert told in page
+    assert all(told in page for told in of_calibrations(name))
     single = [
         row_by(last, policy, *key)
         for policy, key in (("vllm", pieces), (SPLIT, pieces), ("auto", ("split/decodes_beside", "middle")))
@@ -934,15 +940,7 @@ def test_figures_of_the_small_qwens_fourteenth_in_the_text() -> None:
     told = f"shares of {min(short):.2f} to {max(short):.2f} for prompts of 64 tokens and {min(middling):.2f} to "
     assert f"{told}{max(middling):.2f} for 480; of 1,920 tokens it is 1." in page
     assert {*long} == {1.0}
-    row, second = rows[eager], later[eager]
-    share_again, error = ran_again(last, *eager)
-    assert share_again == 1.0
-    told = f"Host-bound EAGER is {singly(row)} and {error:.1%} by the middle of five repeats of all its "
-    assert f"{told}{row['steps']} steps." in page
-    told = (
-        f"The second turn's {second['steps']} are {second['error']:.1%} off singly (noise {second['noise']:.1%}, bias "
-    )
-    assert f"{told}{second['bias']:+.1%})" in page
+    assert eager_again(name) in page
     row, second, again = rows[pieces], later[pieces], repeated(last, *pieces)
     assert again is not None
     told = f"Host-bound PIECEWISE, {row['steps']:,} steps, is {singly(row)} and {ran_again(last, *pieces)[1]:.1%} "
@@ -968,12 +966,7 @@ def test_figures_of_the_small_qwens_fourteenth_in_the_text() -> None:
     assert told in page
     assert ranked_as_measured(last)
     assert not any(last["served"]["not_shown"].values())
-    alone, _ = eager_levels(name)
-    told = f"Calibrations lie {max(alone) / min(alone) - 1:.0%} apart in what an EAGER prompt takes the host: "
-    assert told + "{:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f} ms at the".format(*alone) in page
-    speeds = host_speeds(name)
-    told = f"{last['host_work_us']:.1f} us of fixed work in the profile, {min(speeds):.1f} to {max(speeds):.1f} "
-    assert f"{told}in the mean of a policy's turn; the run's" in page
+    assert all(told in page for told in of_calibrations(name))
     own = [(row_by(last, policy, *pieces), policy) for policy in ("vllm", "auto")]
     assert [each["steps"] for each, _ in own] == [20, 7]
     errors_again = [
