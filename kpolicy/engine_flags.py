@@ -124,7 +124,7 @@ def _cure(
     if last < top == most:
         ways.append(f"add {top * width} to the list" + (f" (plan with --largest {name}={top})" if name else ""))
     elif last < top:
-        # Not every multiple is one that plans try, so --largest may not take it.
+        # With --largest alone the limit would still be beyond the list.
         ways.append(f"add {top * width} to the list and lower {limit} to {top}")
     if last >= least:
         ways.append(f"lower {limit} to {last}")
