@@ -233,7 +233,7 @@ def _vllm_drafts(settings: Settings) -> list[str]:
 
 def _vllm_warnings(kept: tuple[int, ...], settings: Settings, policy: Any, multiple_of: int) -> list[str]:
     """Where vLLM changes the list, or leaves batches without a graph."""
-    q, mode, warnings = settings.query_len, policy.mode, list[str]()
+    q, mode, stated, warnings = settings.query_len, policy.mode, kept[-1], list[str]()
     rounded = policy.configured(kept, mode, settings)
     if rounded != kept:
         warnings.append(
@@ -244,7 +244,7 @@ def _vllm_warnings(kept: tuple[int, ...], settings: Settings, policy: Any, multi
     if mode.separate:
         warnings += _vllm_decodes(kept, settings, policy, multiple_of)
     if mode.mixed is not Mode.EAGER:
-        warnings += _one_list_above(kept[-1], settings, multiple_of)
+        warnings += _one_list_above(kept[-1], settings, multiple_of, stated=stated)
     if kept[-1] > LARGEST_DEFAULT:
         warnings.append(
             f"vLLM's own list ends at {LARGEST_DEFAULT} tokens; a list that is given isn't capped, so sizes up to "
@@ -275,8 +275,12 @@ def _vllm_decodes(kept: tuple[int, ...], settings: Settings, policy: Any, multip
         warnings.append(
             f"max_num_seqs {settings.max_num_reqs} is off the list: uniform decode batches of "
             f"{_span(largest + 1, most)} requests {then}"
-            + _cure(largest, most, "--max-num-seqs", width=q, multiple_of=lcm(multiple_of, q) // q)
-        )
+            # With fewer requests a size that isn't whole rows would be over the limit and have no FULL graph.
+            + _cure(
+                largest, most, "--max-num-seqs", width=q, multiple_of=lcm(multiple_of, q) // q,
+                least=1 if largest * q in rounded else largest + 1,
+            )
+        )  # fmt: skip
     return warnings
 
 
@@ -285,13 +289,13 @@ def _most_decodes(settings: Settings) -> int:
     return min(settings.max_num_reqs, settings.max_num_tokens // settings.query_len)
 
 
-def _one_list_above(last: int, settings: Settings, multiple_of: int) -> list[str]:
-    """What runs eagerly above the largest size of vLLM's one list."""
+def _one_list_above(last: int, settings: Settings, multiple_of: int, *, stated: int) -> list[str]:
+    """What runs eagerly above the largest size of vLLM's one list, of which `stated` is written as the largest."""
     q = settings.query_len
-    # vLLM refuses fewer tokens a step than requests.
+    # vLLM refuses fewer tokens a step than requests, or than the largest size that is written.
     return _above(
         "steps", "tokens", last, settings.max_num_tokens, "--max-num-batched-tokens", name="all",
-        multiple_of=lcm(multiple_of, q), least=settings.max_num_reqs * q,
+        multiple_of=lcm(multiple_of, q), least=settings.max_num_reqs * q if last == stated else last + 1,
     )  # fmt: skip
 
 
@@ -319,7 +323,7 @@ def _ascend(sizes: CaptureSizes, settings: Settings, policy: Any, multiple_of: i
             + _cure(largest, most, "--max-num-seqs", width=q, multiple_of=lcm(align, q) // q)
         )
     if policy.mode in ("piecewise", "full", "full_and_piecewise"):
-        warnings += _one_list_above(max(kept, default=0), settings, align)
+        warnings += _one_list_above(max(kept, default=0), settings, align, stated=listed[-1])
     warnings += ["on Ascend 950 in piecewise modes the list is sampled down to 4 sizes", *_vllm_drafts(settings)]
     return Emitted(
         engine="vllm-ascend",

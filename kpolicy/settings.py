@@ -92,7 +92,7 @@ class Objective:
     Its text is one that `parse` reads.
 
     Raises:
-        ConfigError: a weight is negative or not finite, both are zero, or the limit is under 1.
+        ConfigError: a weight is negative or not finite, both are zero, or the limit is under 1 or not finite.
     """
 
     step_weight: float = 1.0
@@ -113,8 +113,10 @@ class Objective:
                 f"objective weights are {self.step_weight:g} and {self.gap_weight:g}; both must be finite and at least "
                 "0, one above it, for example 0.7:0.3."
             )
-        if not self.first_token_limit >= 1:
-            raise ConfigError(f"first_token_limit is {self.first_token_limit}; it is a factor of at least 1.")
+        if not 1 <= self.first_token_limit < float("inf"):
+            raise ConfigError(
+                f"first_token_limit is {self.first_token_limit}; it is a finite factor of at least 1, for example 1.25."
+            )
 
     @classmethod
     def parse(cls, value: Objective | str) -> Objective:

@@ -197,6 +197,24 @@ def test_drafts_are_asked_for_apart(engine: str, asked: str) -> None:
     assert not warned(emit(engine, sizes, SETTINGS), "asks for drafts")
 
 
+@pytest.mark.parametrize(
+    ("engine", "policy", "sizes", "limits", "fewer"),
+    [
+        ("vllm", "vllm:version=0.23", CaptureSizes((3, 6), (), (100, 253)), (2, 512), "--max-num-batched-tokens to"),
+        ("vllm-ascend", "ascend", CaptureSizes((3, 6), (), (100, 253)), (2, 512), "--max-num-batched-tokens to"),
+        ("vllm", "vllm:varlen=true", CaptureSizes((), (), (17, 34, 143)), (64, 512), "--max-num-seqs to"),
+    ],
+)
+def test_no_limit_is_advised_that_the_list_is_beyond(
+    engine: str, policy: str, sizes: CaptureSizes, limits: tuple[int, int], fewer: str
+) -> None:
+    """Where the engine rounds sizes it doesn't start with fewer tokens, or loses a graph with fewer requests."""
+    settings = Settings(max_num_reqs=limits[0], max_num_tokens=limits[1], num_speculative_tokens=2)
+    warnings = " ".join(emit(engine, sizes, settings, policy=policy).warnings)
+    assert "To avoid that, add" in warnings
+    assert f"or lower {fewer}" not in warnings
+
+
 @pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
 def test_decode_sizes_are_whole_rows(engine: str) -> None:
     """Sizes that no whole rows make are rounded up, those over the limits are the limit, and both are said."""
