@@ -30,6 +30,7 @@ from typing import Any
 import attrs
 
 import kpolicy
+from benchmarks import stretches
 from benchmarks.command import command_line, commit_of, input_folder, output_file
 from kpolicy.errors import TraceError
 from kpolicy.profiles import load_profile
@@ -41,9 +42,10 @@ from kpolicy.simulate import Server, SimResult, simulate
 RESULT = Path(__file__).parent / "results" / "first_token_limit.json"
 PROFILES = ("llama-3.1-8b-h200", "qwen2.5-0.5b-h200", "llama-3.2-1b-h200", "deepseek-v2-lite-h200")
 FILES = {
-    "conversation": "azure_llm_2023_conv.csv", "code": "azure_llm_2023_code.csv",
-    "Mooncake": "mooncake_conversation.csv.gz", "BurstGPT": "burstgpt_1_first400.csv",
+    "conversation": stretches.FILES["conversation"], "code": stretches.FILES["code"],
+    "Mooncake": stretches.FILES["mooncake"], "BurstGPT": stretches.FILES["burstgpt"],
 }  # fmt: skip
+"""By the name that rows have"""
 GENERATED = "generated"
 LOADS = {1.3: 150, 0.7: 300}
 """Requests of a recorded trace by how many times what the device can serve is asked of it"""
@@ -67,19 +69,11 @@ def trace_folder(text: str) -> Path:
     return path
 
 
-def middle(trace: Trace, count: int) -> Trace:
-    """So many requests from a trace's middle, as they arrived, of those that aren't too long."""
-    trace = trace.limited(LONGEST)
-    first = max(0, (len(trace) - count) // 2)
-    chosen = trace.requests[first : first + count]
-    return trace.window(chosen[0].arrival_s, chosen[-1].arrival_s - chosen[0].arrival_s + 1e-6)
-
-
 def requests_of(trace: str, folder: Path, load: float) -> Trace:
     """The requests of that name, as they arrived."""
     if trace == GENERATED:
         return generate_trace(seed=0, num_requests=MANY)
-    return middle(read_trace(folder / FILES[trace]), LOADS[load])
+    return stretches.middle(read_trace(folder / FILES[trace]), LOADS[load], longest=LONGEST)
 
 
 def figures(result: SimResult) -> dict[str, float]:

@@ -45,11 +45,8 @@ from benchmarks.gpu.common import (
     load_model,
     open_engines,
 )
+from benchmarks.stretches import FILES, middle
 
-FILES = {
-    "conversation": "azure_llm_2023_conv.csv", "code": "azure_llm_2023_code.csv",
-    "mooncake": "mooncake_conversation.csv.gz", "burstgpt": "burstgpt_1_first400.csv",
-}  # fmt: skip
 POLICIES = ("auto", "vllm", "sglang", "full_and_piecewise", "piecewise", "full", "split", "eager")
 SATURATED = 1.3
 WARM = 4
@@ -64,11 +61,7 @@ def requests_of(folder: Path, load: str, model: Any, count: int) -> Any:
     """`count` requests from a trace's middle, as they arrived, those that the model has positions for."""
     from kpolicy.scheduling.traces import read_trace
 
-    trace = read_trace(folder / FILES[load.partition(" ")[0]]).limited(model.max_model_len)
-    first = max(0, (len(trace) - count) // 2)
-    chosen = trace.requests[first : first + count]
-    start = chosen[0].arrival_s
-    return trace.window(start, chosen[-1].arrival_s - start + 1e-6)
+    return middle(read_trace(folder / FILES[load.partition(" ")[0]]), count, longest=model.max_model_len)
 
 
 def load_of(text: str) -> str:

@@ -53,15 +53,16 @@ def test_what_ranks_gain_or_lose_is_the_result() -> None:
     assert max(abs(row["ratio"]["busy_s"] - 1) for row in rows["code"]) < 0.001
 
 
-@pytest.mark.parametrize(("policy", "graphs", "tokens"), [("auto", 122, 391_696), ("vllm", 86, 393_424)])
-def test_graphs_leave_a_rank_what_the_page_says(policy: str, graphs: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [("auto", "`auto` captures {} and leaves {:,} tokens of KV a rank"), ("vllm", "the replica's {} leave {:,}.")],
+)
+def test_graphs_leave_a_rank_what_the_page_says(policy: str, told: str) -> None:
     """Of the server of the comparison with ranks; and eager steps leave all of it."""
     server = Server(ranks=3, warm=True)
     found = simulate(generate_trace(seed=0, num_requests=3), policy, server=server)
-    assert (found.graphs, found.kv_tokens) == (graphs, tokens)
-    assert f"{graphs}" in TEXT
-    assert f"{tokens:,}" in TEXT
-    assert server.kv_tokens == 400_000
+    assert told.format(found.graphs, found.kv_tokens) in TEXT
+    assert f"eager steps alone, with all {server.kv_tokens:,}" in TEXT
 
 
 def test_the_devices_are_the_data() -> None:

@@ -339,9 +339,10 @@ class Deferral:
             return False  # nobody who arrives now can be in the next step
         if decodes <= 0:
             return False  # how long a gap is isn't known
-        self._long_s = LONG * self._answer_device_s(self._next(decodes, 0))
+        alone = self._next(decodes, 0)
+        self._long_s = LONG * self._answer_device_s(alone)
         self._prompts = tokens > 0
-        entry = self._next(decodes, tokens)
+        entry = self._next(decodes, tokens) if tokens else alone
         self._until_s = self._due_s(entry, now_s + self._launched_in_s(entry))
         return self._until_s - now_s >= LEAST_S
 
