@@ -34,6 +34,18 @@ SLOWER = 1.15
 """The fixed work is slow where it takes longer than so many times the quickest core's median."""
 ROUNDS = 16
 """Turns that each core is timed in."""
+SLOW_ENOUGH = 1.3
+"""`Turns`: times the quickest core's, from which a core needs nothing busy beside it to be slow"""
+BURNER = """
+import os, sys
+parent, core = map(int, sys.argv[1:])
+os.sched_setaffinity(0, {core})
+os.nice(19)
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
+"""
+"""A program that keeps a core busy for as long as the process lives that began it, and gives way to all else there"""
 EVERY_S, IN_A_ROW = 0.05, 4
 """`Follower`: seconds between looks, and slow ones in a row that a core is left for"""
 TRIED, TRIED_S = 3, 0.02
@@ -111,7 +123,9 @@ def slow_share(found: Sequence[float], limit: float) -> float:
 class Turns:
     """The quickest core for this thread now, and the slowest then, looked at each time: a core is slow for seconds.
 
-    Threads that run beside this one keep their cores.
+    Threads that run beside this one keep their cores. Where no core is slow just then, the slowest one's is made so:
+    its other hardware threads are kept busy, or where the system doesn't say which these are, all other cores. Used as
+    a context, it leaves none busy behind.
 
     Args:
         cores: those to choose from.
@@ -119,13 +133,42 @@ class Turns:
 
     def __init__(self, cores: Sequence[int]) -> None:
         self._cores = list(cores)
+        self._burners: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rest()
 
     def move(self, *, quick: bool) -> str:
         """Run on the quickest or the slowest core from here on; which that is, in words."""
+        self._rest()
         times = timed(self._cores, rounds=2, seconds=0.015)
         core = quietest(times, 1)[0] if quick else slowest(times)
+        work_us, usual_us = (statistics.median(times[each]) for each in (core, quietest(times, 1)[0]))
+        made = ""
+        if not quick and work_us < SLOW_ENOUGH * usual_us and (busy := self._burn(core)):
+            work_us = statistics.median(timed([core], rounds=1, seconds=0.1)[core])
+            made = f" beside {busy} busy ones"
         os.sched_setaffinity(0, {core})
-        return f"{'quick' if quick else 'slow'} core {core}, fixed work {statistics.median(times[core]):.1f} us"
+        return f"{'quick' if quick else 'slow'} core {core}, fixed work {work_us:.1f} us{made}"
+
+    def _burn(self, core: int) -> int:
+        """Keep what shares a core with that hardware thread busy; how many do."""
+        beside = (siblings(core) & {*self._cores}) - {core} or {*self._cores} - {core}
+        for each in beside:
+            command = [sys.executable, "-c", BURNER, str(os.getpid()), str(each)]
+            self._burners.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        return len(beside)
+
+    def _rest(self) -> None:
+        """Nothing is kept busy any more."""
+        for burner in self._burners:
+            burner.kill()
+        for burner in self._burners:
+            burner.wait()
+        self._burners.clear()
 
 
 class Follower:

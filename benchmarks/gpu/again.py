@@ -13,8 +13,9 @@ which then have three repeats each. Repeats decide where four fifths of a cell's
 regime, of all policies. So steps of cells that have fewer anyway go first, then a fifth of the others; where that isn't
 enough, whole cells are given up, those of a ``--mode`` that was asked for last. What stays of each is printed.
 
-With ``--turns`` every other pass runs on the core that is slowest just then, and the others on the quickest: the same
-step is then seen bounded by the host and not::
+With ``--turns`` every other pass runs on the core that is slowest just then, made slow by what is kept busy beside it
+where none is (`benchmarks.quiet.Turns`), and the others on the quickest: the same step is then seen bounded by the host
+and not::
 
     python -m benchmarks.gpu.again --config config.json --profile P.json --run R.json --trace T --start 600
         --log S-auto.jsonl --log S-vllm.jsonl --out A.jsonl
@@ -437,11 +438,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     began, command = time.perf_counter(), command_line("benchmarks.gpu.again", argv)
     if arguments.turns and not hasattr(os, "sched_setaffinity"):
         parser.error("--turns: this system doesn't let a process choose its cores; Linux does")
-    turns = None
-    if arguments.turns:
-        go_first()
-        turns = Turns(sorted(os.sched_getaffinity(0)))
     with ExitStack() as opened, torch.no_grad():
+        turns = None
+        if arguments.turns:
+            go_first()
+            turns = opened.enter_context(Turns(sorted(os.sched_getaffinity(0))))
         runs = open_again(arguments, opened)
         paths = files_of("--out", arguments.out, list(runs), "again.jsonl")
         logs = {

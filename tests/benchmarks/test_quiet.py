@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,64 @@ def test_a_thread_goes_to_the_quickest_core_and_to_the_slowest(monkeypatch: pyte
     assert turns.move(quick=False) == "slow core 1, fixed work 31.0 us"
     assert moved == [{3}, {1}]
     assert os.sched_getaffinity(0) == before
+
+
+@linux
+@pytest.mark.parametrize(("known", "busy"), [({2, 3}, [3]), ({2}, [0, 1, 3])])
+def test_where_no_core_is_slow_one_is_made_so(
+    monkeypatch: pytest.MonkeyPatch, known: set[int], busy: list[int]
+) -> None:
+    """By what shares its core, or by all others where that isn't known; nothing is busy once a quick one is wanted."""
+    running: list[Burner] = []
+
+    class Burner:
+        def __init__(self, command: list[str], **_: int) -> None:
+            self.core = int(command[-1])
+            running.append(self)
+
+        def kill(self) -> None:
+            running.remove(self)
+
+        def wait(self) -> None:
+            assert self not in running
+
+    def times(cores: list[int], **_: Any) -> dict[int, list[float]]:
+        return {core: [(25.0 if core == 2 else 20.0) * (1.6 if running else 1.0)] for core in cores}
+
+    monkeypatch.setattr(quiet, "timed", times)
+    monkeypatch.setattr(quiet, "siblings", lambda core: known if core in known else {core})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(subprocess, "Popen", Burner)
+    with quiet.Turns(range(4)) as turns:
+        told = turns.move(quick=False)
+        assert told == f"slow core 2, fixed work 40.0 us beside {len(busy)} busy ones"
+        assert sorted(burner.core for burner in running) == busy
+        assert turns.move(quick=True) == "quick core 1, fixed work 20.0 us"
+        assert not running
+        turns.move(quick=False)
+    assert not running
+
+
+@linux
+def test_what_keeps_a_core_busy_ends_with_the_process_that_began_it() -> None:
+    core = min(os.sched_getaffinity(0))
+    began = (
+        "import os\nfrom benchmarks.quiet import Turns\n"
+        f"turns = Turns([{core}])\nturns._burn(-1)\nprint(turns._burners[0].pid, flush=True)\nos._exit(0)"
+    )
+    printed = subprocess.run([sys.executable, "-c", began], check=True, capture_output=True, text=True, timeout=60)
+    burner, end = int(printed.stdout), time.monotonic() + 20
+    while alive(burner):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: one that has ended and that nobody waits for doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Cores:
