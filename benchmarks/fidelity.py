@@ -20,6 +20,9 @@ Of a run with several turns a policy (``kpolicy run --repeats``) give each turn'
 are of the first turns, latencies and the ranking of the means of all, and what a policy's own turns differ by is what
 two policies have to be apart to be ranked (`benchmarks.fidelity_turns`). ``--again`` takes steps of first turns.
 
+Regimes are at the host speed noted at each step in those cells, so one that a slow moment makes host-bound is so.
+Another table has those of the profile at its own host speed, of all turns: what a simulation calls them.
+
 To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
 with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.
 """
@@ -153,9 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     later_rows = fidelity(later, profile.costs, steps) if later else []
     if later:
         shown(f"{POOLED}, later turns", later_rows)
+    own_rows = fidelity([*steps, *later], profile.costs, own_speed=True)
+    shown(f"{POOLED}, all turns, regimes at the profile's own host speed", own_rows)
     ran_again = steps_again(arguments.again, first, profile)
     again = measured_again(ran_again, first, profile)
     cells = cells_again(ran_again, first, profile) if again else []
+    own_cells = cells_again(ran_again, first, profile, own_speed=True) if again else []
     for policy, repeats in again.items():
         shown_again(policy, repeats)
     if again:
@@ -202,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "measured_again": {policy: [rounded(row) for row in repeats] for policy, repeats in again.items()},
             "cells_again": [rounded(cell) for cell in cells],
             "later_turns": [rounded(row) for row in later_rows],
+            "by_own_speed": {"rows": [*map(rounded, own_rows)], "cells_again": [*map(rounded, own_cells)]},
             "us_per_token": per_token,
             "ranked_wrong": wrong,
             "tie": ties(per_token),

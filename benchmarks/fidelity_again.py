@@ -10,7 +10,7 @@ import attrs
 
 from kpolicy.errors import ConfigError, ProfileError
 from kpolicy.schemas import Log, Profile, StepEntry, read_step_log
-from kpolicy.simulate.fidelity import FidelityRow, expected_steps, regime_of
+from kpolicy.simulate.fidelity import FidelityRow, expected_steps
 from kpolicy.simulate.repeats import LEAST_REPEATS, RepeatRow, ran_alike, repeat_rows
 
 POOLED = "all policies"
@@ -104,9 +104,13 @@ def measured_again(
 
 
 def cells_again(
-    again: Mapping[str, Sequence[StepEntry]], logs: Mapping[str, Sequence[StepEntry]], profile: Profile
+    again: Mapping[str, Sequence[StepEntry]],
+    logs: Mapping[str, Sequence[StepEntry]],
+    profile: Profile,
+    *,
+    own_speed: bool = False,
 ) -> list[Cell]:
-    """Of all policies that ran again or not, how many of each cell's steps did."""
+    """Of all policies that ran again or not, how many of each cell's steps did; for the regimes see `fidelity`."""
     run, repeats = pooled(logs, {policy: again.get(policy, ()) for policy in logs})
     ratios: dict[int, list[float]] = {}
     for entry, each in zip(repeats, expected_steps(repeats, profile.costs), strict=True):
@@ -115,7 +119,7 @@ def cells_again(
     cells: dict[tuple[str, str], list[list[float]]] = {}
     for i, (entry, each) in enumerate(zip(run, expected_steps(run, profile.costs), strict=True)):
         if entry.cycle_us:
-            key = entry.mode, regime_of(entry, each.cost, profile.costs)
+            key = entry.mode, each.regime(entry, profile.costs, own_speed)
             cells.setdefault(key, []).append(ratios.get(i, []))
     found = []
     for (mode, regime), steps in sorted(cells.items()):

@@ -34,8 +34,8 @@ SLOWER = 1.15
 """The fixed work is slow where it takes longer than so many times the quickest core's median."""
 ROUNDS = 16
 """Turns that each core is timed in."""
-SLOW_ENOUGH = 1.3
-"""`Turns`: times the quickest core's, from which a core needs nothing busy beside it to be slow"""
+BURNT_S = 0.2
+"""`Turns`: seconds that a slow core is looked at for, with others busy beside it"""
 BURNER = """
 import os, sys
 parent, core = map(int, sys.argv[1:])
@@ -123,9 +123,9 @@ def slow_share(found: Sequence[float], limit: float) -> float:
 class Turns:
     """The quickest core for this thread now, and the slowest then, looked at each time: a core is slow for seconds.
 
-    Threads that run beside this one keep their cores. Where no core is slow just then, the slowest one's is made so:
-    its other hardware threads are kept busy, or where the system doesn't say which these are, all other cores. Used as
-    a context, it leaves none busy behind.
+    Threads that run beside this one keep their cores. While this one is on the slowest, the other hardware threads of
+    its core are kept busy, or where the system doesn't say which these are, all other cores: one that looks slow while
+    it is idle is mostly quick once it has work. Used as a context, it leaves none busy behind.
 
     Args:
         cores: those to choose from.
@@ -146,13 +146,11 @@ class Turns:
         self._rest()
         times = timed(self._cores, rounds=2, seconds=0.015)
         core = quietest(times, 1)[0] if quick else slowest(times)
-        work_us, usual_us = (statistics.median(times[each]) for each in (core, quietest(times, 1)[0]))
-        made = ""
-        if not quick and work_us < SLOW_ENOUGH * usual_us and (busy := self._burn(core)):
-            work_us = statistics.median(timed([core], rounds=1, seconds=0.1)[core])
-            made = f" beside {busy} busy ones"
+        told = f"{'quick' if quick else 'slow'} core {core}, fixed work {statistics.median(times[core]):.1f} us"
+        if not quick and (busy := self._burn(core)):
+            told += f", beside {busy} busy ones {statistics.median(timed([core], rounds=1, seconds=BURNT_S)[core]):.1f}"
         os.sched_setaffinity(0, {core})
-        return f"{'quick' if quick else 'slow'} core {core}, fixed work {work_us:.1f} us{made}"
+        return told
 
     def _burn(self, core: int) -> int:
         """Keep what shares a core with that hardware thread busy; how many do."""

@@ -13,9 +13,8 @@ which then have three repeats each. Repeats decide where four fifths of a cell's
 regime, of all policies. So steps of cells that have fewer anyway go first, then a fifth of the others; where that isn't
 enough, whole cells are given up, those of a ``--mode`` that was asked for last. What stays of each is printed.
 
-With ``--turns`` every other pass runs on the core that is slowest just then, made slow by what is kept busy beside it
-where none is (`benchmarks.quiet.Turns`), and the others on the quickest: the same step is then seen bounded by the host
-and not::
+With ``--turns`` every other pass runs on the core that is slowest just then, with others kept busy beside it
+(`benchmarks.quiet.Turns`), and the others on the quickest: the same step is then seen bounded by the host and not::
 
     python -m benchmarks.gpu.again --config config.json --profile P.json --run R.json --trace T --start 600
         --log S-auto.jsonl --log S-vllm.jsonl --out A.jsonl

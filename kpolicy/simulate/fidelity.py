@@ -120,6 +120,10 @@ class Expected(NamedTuple):
         """Whether the host was as fast as the table's, within a tenth."""
         return abs(self.speed - 1) <= _AT_SPEED
 
+    def regime(self, entry: StepEntry, costs: CostTable, own_speed: bool) -> str:
+        """Which of `REGIMES` the step is in, at the table's own host speed or at the noted one."""
+        return regime_of(entry, self.at_table if own_speed else self.cost, costs)
+
 
 def expected_steps(entries: Sequence[StepEntry], costs: CostTable) -> Iterator[Expected]:
     """What the table says of the steps of a log, one after the other; see `expected_costs`.
@@ -176,31 +180,40 @@ def _growth(entry: StepEntry, launch: Launch, costs: CostTable) -> float:
 
 
 def fidelity(
-    entries: Sequence[StepEntry], costs: CostTable, before: Sequence[StepEntry] = ()
-) -> list[FidelityRow]:  # fmt: skip
+    entries: Sequence[StepEntry], costs: CostTable, before: Sequence[StepEntry] = (), *, own_speed: bool = False
+) -> list[FidelityRow]:
     """Rows for each mode and regime that has steps, then for all of each mode, then for all.
 
     Args:
         entries: a log's steps; those without a measured `cycle_us` are left out.
         costs: the table to hold to them.
         before: steps that the process ran before them.
+        own_speed: regimes are by the table at its own host speed, as a simulation that is told no other has them, and
+            not at the speed noted at each step. Times are at the noted one either way.
 
     Raises:
         ConfigError: no step has a measured time.
     """
     timed = [
-        (entry, each.cost, entry.cycle_us, (_launched(entry), each.state), each.at_speed)
+        (
+            entry,
+            each.cost,
+            entry.cycle_us,
+            (_launched(entry), each.state),
+            each.at_speed,
+            each.regime(entry, costs, own_speed),
+        )
         for entry, each in zip(entries, _after(before, entries, costs), strict=True)
         if entry.cycle_us
     ]
     alike: dict[Hashable, list[float]] = {}
-    for _, cost, measured_us, kind, _ in timed:
+    for _, cost, measured_us, kind, _, _ in timed:
         alike.setdefault(kind, []).append(cost.cycle_us / measured_us)
     usual = {kind: median(ratios) for kind, ratios in alike.items()}
     cases: dict[tuple[str, str], list[_Step]] = {}
-    for entry, cost, measured_us, kind, at_speed in timed:
+    for entry, cost, measured_us, kind, at_speed, regime in timed:
         each = _Step(cost.cycle_us, measured_us, usual[kind], at_speed, (kind, _sizes(entry)))
-        for key in ((entry.mode, regime_of(entry, cost, costs)), (entry.mode, "all"), ("all", "all")):
+        for key in ((entry.mode, regime), (entry.mode, "all"), ("all", "all")):
             cases.setdefault(key, []).append(each)
     if not cases:
         raise ConfigError("the log has no step with a measured time, so nothing can be compared with it.")

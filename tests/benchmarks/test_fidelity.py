@@ -318,6 +318,9 @@ def test_too_few_repeats_lose_nothing_else(
     assert sum(row["steps"] for row in again["auto"]) == 40
     assert again["all policies"] == again["auto"]
     assert sum(cell["again"] for cell in result["cells_again"]) == 40
+    own = result["by_own_speed"]
+    assert sum(row["steps"] for row in own["rows"] if row["regime"] != "all") == own["rows"][-1]["steps"]
+    assert sum(cell["again"] for cell in own["cells_again"]) == 40
     # As of a run none of whose steps ran so often.
     assert fidelity.main([*given[:2], *given[6:], "--date", "D"]) == 0
     result = json.loads((tmp_path / "fidelity.json").read_text())
@@ -342,3 +345,6 @@ def test_a_cells_own_steps_are_counted_whatever_regime_their_repeats_have() -> N
     assert sum(steps for _, steps, _ in counts) == len(entries)
     assert sum(found for regime, _, found in counts if regime == "host-bound") == ran
     assert sum(found for regime, _, found in counts if regime != "host-bound") == 0
+    own = cells_again(again, {"auto": entries}, profile, own_speed=True)
+    assert [cell.regime for cell in own if cell.regime == "host-bound"] == []
+    assert (sum(cell.steps for cell in own), sum(cell.again for cell in own)) == (len(entries), ran)

@@ -129,6 +129,22 @@ def test_steps_at_the_tables_host_speed_are_told_apart(tmp_path: Path) -> None:
     assert (unnoted.at_speed_steps, unnoted.at_speed_error) == (20, unnoted.error)
 
 
+def test_a_slow_moment_is_no_regime_of_the_tables_own(tmp_path: Path) -> None:
+    """A step that the host bounds at the speed noted beside it alone stays in the regime that a simulation has."""
+    entries = logged(tmp_path / "s.jsonl", "vllm")
+    costs = attrs.evolve(
+        COSTS, host_work_us=20.0, host_full=HostCost(1.0), host_piecewise=HostCost(1.0), host_eager=HostCost(1.0)
+    )
+    slow = [attrs.evolve(each, host_work_us=1e6) for each in entries]
+    plain = {(row.mode, row.regime): row.steps for row in fidelity(entries, costs)}
+    assert not any(regime == "host-bound" for _, regime in plain)
+    assert {row.regime for row in fidelity(slow, costs)} == {"host-bound", "all"}
+    own = fidelity(slow, costs, own_speed=True)
+    assert {(row.mode, row.regime): row.steps for row in own} == plain
+    noted = fidelity(slow, costs)
+    assert own[-1] == noted[-1]
+
+
 def test_an_error_shows_where_it_is(tmp_path: Path) -> None:
     """A host that is slower than the table says makes host-bound steps too quick, and leaves others alone."""
     entries = logged(tmp_path / "s.jsonl", "eager")
