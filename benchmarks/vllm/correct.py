@@ -221,7 +221,7 @@ def variants(name: str, options: argparse.Namespace) -> dict[str, tuple[str, dic
 
     latency = {"objective": "latency", "pace": False, "split": True, "split_decodes": 4, "first_token_ms": 2000.0}
     # As wide a bound on prompts as has most of them divided.
-    paced = {"objective": "latency", "first_token_limit": 4.0}
+    paced = {"objective": "0:1:4"}
     # Prompts of 128 tokens fit their graph, and don't beside decodes: there two forwards may cost less than one.
     twice = {"split": True, "piecewise_sizes": [TWICE], "mixed_sizes": []}
     second: dict[str, Any] = {"twice": ("kpolicy", shim(policy="auto", **twice), [])} if RUNNERS[name] == "v2" else {}

@@ -18,6 +18,8 @@ SECTION = "kpolicy"
 ON = "KPOLICY_VLLM"
 """1 turns kpolicy on without the flag, 0 turns it off whatever the flag says."""
 _PREFIX = "KPOLICY_"
+GONE = {"first_token_limit": "It is the objective's third number: STEP:GAP:LIMIT, for example 1:0:1.25."}
+"""Settings of before, each with what says the same now: one that is given isn't passed over."""
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
@@ -35,7 +37,7 @@ class Config:
     Args:
         policy: a policy as kpolicy names it, with its arguments: ``auto``, ``full_and_piecewise``, ``vllm:runner=v2``.
         objective: what `auto` minimises: ``throughput``, ``latency``, ``STEP:GAP`` or ``STEP:GAP:LIMIT``, as
-            `Objective.parse` reads it.
+            `Objective.parse` reads it; LIMIT is how many times the best for them prompts may take.
         plan: a ladder plan to take the sizes from (`kpolicy plan --out`).
         decode_sizes, mixed_sizes, piecewise_sizes: capture sizes by kind of graph, in tokens; by default the
             integration's own, see `kpolicy_vllm.ladder`. An empty list captures none of that kind.
@@ -44,8 +46,6 @@ class Config:
         calibrate: measure costs from vLLM's own graphs at start-up, where the policy reads costs.
         calibrate_seconds: seconds that may take.
         follow_host: bring costs to the speed that the host has while it serves.
-        first_token_limit: prompts may take so many times the best for them; None for the objective's own, 1.25 where
-            the gap is weighed, else 1.
         pace: bound steps that have decodes by what the gap is worth; None bounds them where the objective weighs it.
         defer: make the next step late, so that requests which arrive meanwhile are in it. First tokens are sooner so
             and the slowest gaps longer (docs/measured_vllm.md).
@@ -74,7 +74,6 @@ class Config:
     calibrate: bool = True
     calibrate_seconds: float = 2.0
     follow_host: bool = True
-    first_token_limit: float | None = None
     pace: bool | None = None
     defer: bool = False
     split: bool = False
@@ -89,12 +88,10 @@ class Config:
 
     def __attrs_post_init__(self) -> None:
         Objective.parse(self.objective)
-        for name, least in (
-            ("calibrate_seconds", 0), ("summary_seconds", 0), ("first_token_ms", 0), ("first_token_limit", 1),
-        ):  # fmt: skip
+        for name in ("calibrate_seconds", "summary_seconds", "first_token_ms"):
             value = getattr(self, name)
-            if value is not None and not least <= value < float("inf"):
-                raise ConfigError(f"kpolicy's {name} is {value!r}; it is a number from {least} up.")
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"kpolicy's {name} is {value!r}; it is a number from 0 up.")
         for name in ("decode_sizes", "mixed_sizes", "piecewise_sizes"):
             if min(getattr(self, name) or (1,)) < 1:
                 raise ConfigError(f"kpolicy's {name} is {list(getattr(self, name))}; a size is 1 token or more.")
@@ -105,13 +102,12 @@ class Config:
     @property
     def objective_parsed(self) -> Objective:
         """What is minimised, with the bound on prompts."""
-        objective, limit = Objective.parse(self.objective), self.first_token_limit
-        return objective if limit is None else attrs.evolve(objective, first_token_limit=limit)
+        return Objective.parse(self.objective)
 
     @property
     def paces(self) -> bool:
         """Whether steps are bounded."""
-        return Objective.parse(self.objective).gap_weight > 0 if self.pace is None else self.pace
+        return self.objective_parsed.gap_weight > 0 if self.pace is None else self.pace
 
     @property
     def sizes_given(self) -> bool:
@@ -140,9 +136,10 @@ class Config:
         if not isinstance(given, Mapping):
             raise ConfigError(f'"{SECTION}" in the additional config is {given!r}; it is an object of settings.')
         fields = attrs.fields_dict(cls)
-        for name in given:
+        gone = [name for name in GONE if environ.get(_PREFIX + name.upper())]
+        for name in (*given, *gone):
             if name not in fields:
-                raise UnknownNameError("setting of kpolicy", name, fields)
+                raise UnknownNameError("setting of kpolicy", name, fields, GONE.get(name, ""))
         values = read_variables(environ, _PREFIX, _KINDS)
         values.update({name: _checked(name, value) for name, value in given.items()})
         return cls(**values)

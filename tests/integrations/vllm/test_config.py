@@ -2,8 +2,7 @@
 
 import pytest
 
-from kpolicy.errors import ConfigError
-from kpolicy.settings import Objective
+from kpolicy.errors import ConfigError, UnknownNameError
 from kpolicy_vllm.config import Config
 
 
@@ -65,8 +64,8 @@ def test_values_of_the_environment():
         ({"lazy_hot": 0}, "from 1 up"),
         ({"first_token_ms": -1}, "from 0 up"),
         ({"objective": "speed"}, "throughput"),
-        ({"first_token_limit": 0.9}, "from 1 up"),
-        ({"first_token_limit": True}, "a number"),
+        ({"objective": "0:1:0.9"}, "first_token_limit is 0.9"),
+        ({"first_token_limit": 1.25}, "It is the objective's third number: STEP:GAP:LIMIT, for example 1:0:1.25"),
         ({"pace": 1}, "true or false"),
         ([1], "an object of settings"),
     ],
@@ -117,21 +116,21 @@ def test_steps_are_bounded_where_the_gap_is_weighed(given, paces):
     assert Config(**given).paces is paces
 
 
-def test_the_bound_on_prompts_is_the_objective_s():
-    """`first_token_limit` is that of `Objective`, by whatever name the weights go."""
-    assert Config(objective="latency", first_token_limit=1.05).objective_parsed == Objective(0.0, 1.0, 1.05)
-    assert Config.load({}, {"KPOLICY_POLICY": "auto", "KPOLICY_PACE": "0", "KPOLICY_FIRST_TOKEN_LIMIT": "2"}) == Config(
-        pace=False, first_token_limit=2.0
-    )
-    assert Config(first_token_limit=2.0).objective_parsed == Objective(1.0, 0.0, 2.0)
-
-
-@pytest.mark.parametrize(("objective", "limit"), [("throughput", 1.0), ("latency", 1.25), ("3:1", 1.25)])
-def test_without_a_bound_on_prompts_it_is_the_objective_s_own(objective, limit):
-    """None, which no variable and no section need say; one that is given is taken under any objective."""
+@pytest.mark.parametrize(
+    ("objective", "limit"), [("throughput", 1.0), ("latency", 1.25), ("3:1", 1.25), ("0:1:1.05", 1.05), ("1:0:2", 2.0)]
+)
+def test_the_bound_on_prompts_is_the_objective_s(objective, limit):
+    """Its own where none is given, by a section and by a variable."""
     config = Config(objective=objective)
-    assert config.first_token_limit is None
-    assert config.objective_parsed == Objective.parse(objective)
     assert config.objective_parsed.first_token_limit == limit
-    assert Config.load({"kpolicy": {"objective": objective, "first_token_limit": None}}, {}) == config
     assert Config.load({"kpolicy": config.as_section()}, {}) == config
+    assert Config.load({}, {"KPOLICY_POLICY": "auto", "KPOLICY_OBJECTIVE": objective}) == config
+
+
+def test_a_variable_of_before_is_refused_and_says_what_to_do():
+    """It isn't lost in silence: prompts would be bounded by another limit."""
+    environ = {"KPOLICY_POLICY": "auto", "KPOLICY_FIRST_TOKEN_LIMIT": "2"}
+    with pytest.raises(UnknownNameError, match=r"unknown setting of kpolicy 'first_token_limit'.*STEP:GAP:LIMIT"):
+        Config.load({}, environ)
+    assert Config.load({}, environ | {"KPOLICY_FIRST_TOKEN_LIMIT": ""}) == Config()
+    assert Config.load({}, {"KPOLICY_FIRST_TOKEN_LIMIT": "2"}) is None

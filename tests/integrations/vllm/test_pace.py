@@ -102,7 +102,7 @@ def test_tokens_are_stock_s_and_steps_are_bounded(version: str, asynchronous: bo
         ({}, SLOW_EAGER, 64),
         ({}, CostTable(version="", measured=True, full=LINEAR, piecewise=LINEAR, eager=LINEAR,
                        host_full=HostCost(1.0), host_piecewise=HostCost(1.0), host_eager=HostCost(1.0)), 256),
-        ({"first_token_limit": 1.3}, CostTable(version="", measured=True, full=LINEAR, piecewise=LINEAR, eager=LINEAR,
+        ({"objective": "0:1:1.3"}, CostTable(version="", measured=True, full=LINEAR, piecewise=LINEAR, eager=LINEAR,
          host_full=HostCost(1.0), host_piecewise=HostCost(1.0), host_eager=HostCost(1.0)), 128),
         ({"objective": "throughput", "pace": True}, SLOW_EAGER, 256),
         ({"objective": "3:1"}, SLOW_EAGER, 256),
