@@ -175,8 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=400, help="steps of a policy and mode that run again (400)")
     parser.add_argument(
         "--turns", action="store_true",
-        help="of steps that run again every other pass is on the slowest of all cores, so that the host bounds those "
-        "that it bounded in the run; each then runs twice as often, and --again should be twice as long",
+        help="of steps that run again every other pass is on the slowest of all cores, with those beside it kept busy, "
+        "so that the host bounds those that it bounded in the run; each then runs twice as often, and --again should "
+        "be twice as long",
     )  # fmt: skip
     parser.add_argument("--quiet", type=int, default=4, help="quick cores for each; 0 takes those that there are (4)")
     parser.add_argument("--limit", type=float, default=580.0, help="seconds for all (580)")

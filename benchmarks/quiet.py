@@ -40,12 +40,13 @@ BURNER = """
 import os, sys
 parent, core = map(int, sys.argv[1:])
 os.sched_setaffinity(0, {core})
-os.nice(19)
+os.setpriority(os.PRIO_PROCESS, 0, 19)
+os.write(1, b"+")
 while os.getppid() == parent:
     for _ in range(100_000):
         pass
 """
-"""A program that keeps a core busy for as long as the process lives that began it, and gives way to all else there"""
+"""A program that keeps a core busy for as long as the process lives that began it, and says when it does"""
 EVERY_S, IN_A_ROW = 0.05, 4
 """`Follower`: seconds between looks, and slow ones in a row that a core is left for"""
 TRIED, TRIED_S = 3, 0.02
@@ -124,8 +125,8 @@ class Turns:
     """The quickest core for this thread now, and the slowest then, looked at each time: a core is slow for seconds.
 
     Threads that run beside this one keep their cores. While this one is on the slowest, the other hardware threads of
-    its core are kept busy, or where the system doesn't say which these are, all other cores: one that looks slow while
-    it is idle is mostly quick once it has work. Used as a context, it leaves none busy behind.
+    its core are kept busy, or where the system doesn't say which these are, all other cores, those of this process's
+    other threads among them. Used as a context, it leaves none busy behind.
 
     Args:
         cores: those to choose from.
@@ -153,19 +154,19 @@ class Turns:
         return told
 
     def _burn(self, core: int) -> int:
-        """Keep what shares a core with that hardware thread busy; how many do."""
-        beside = (siblings(core) & {*self._cores}) - {core} or {*self._cores} - {core}
-        for each in beside:
+        """Keep what shares a core with that hardware thread busy; how many have begun."""
+        for each in (siblings(core) & {*self._cores}) - {core} or {*self._cores} - {core}:
             command = [sys.executable, "-c", BURNER, str(os.getpid()), str(each)]
-            self._burners.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-        return len(beside)
+            self._burners.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+        return sum(burner.stdout is not None and bool(burner.stdout.read(1)) for burner in self._burners)
 
     def _rest(self) -> None:
         """Nothing is kept busy any more."""
         for burner in self._burners:
             burner.kill()
         for burner in self._burners:
-            burner.wait()
+            # Its pipe is closed, too.
+            burner.communicate()
         self._burners.clear()
 
 

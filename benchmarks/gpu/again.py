@@ -13,7 +13,7 @@ which then have three repeats each. Repeats decide where four fifths of a cell's
 regime, of all policies. So steps of cells that have fewer anyway go first, then a fifth of the others; where that isn't
 enough, whole cells are given up, those of a ``--mode`` that was asked for last. What stays of each is printed.
 
-With ``--turns`` every other pass runs on the core that is slowest just then, with others kept busy beside it
+With ``--turns`` every other pass runs on the core that is slowest just then, with those beside it kept busy
 (`benchmarks.quiet.Turns`), and the others on the quickest: the same step is then seen bounded by the host and not::
 
     python -m benchmarks.gpu.again --config config.json --profile P.json --run R.json --trace T --start 600
@@ -429,7 +429,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--slower", type=float, default=1.0, help="also steps that a host bounds which takes so many times as long (1)"
     )
-    parser.add_argument("--turns", action="store_true", help="every other pass on the slowest core, not the quickest")
+    parser.add_argument(
+        "--turns", action="store_true", help="every other pass on the slowest core, with those beside it busy"
+    )
     parser.add_argument("--passes", type=int, default=5, help="over all policies; of each kind with --turns")
     parser.add_argument("--seconds", type=float, default=120.0, help="no pass begins that wouldn't end within these")
     parser.add_argument("--out", type=output_file, required=True, help="step logs NAME-POLICY.jsonl")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,12 +69,13 @@ def test_others_are_busy_beside_the_slowest_core(
     class Burner:
         def __init__(self, command: list[str], **_: int) -> None:
             self.core = int(command[-1])
+            self.stdout = io.BytesIO(b"+")
             running.append(self)
 
         def kill(self) -> None:
             running.remove(self)
 
-        def wait(self) -> None:
+        def communicate(self) -> None:
             assert self not in running
 
     def times(cores: list[int], **_: Any) -> dict[int, list[float]]:
@@ -93,25 +96,54 @@ def test_others_are_busy_beside_the_slowest_core(
 
 
 @linux
-def test_what_keeps_a_core_busy_ends_with_the_process_that_began_it() -> None:
-    core = min(os.sched_getaffinity(0))
+def test_what_keeps_a_core_busy_does_and_ends_with_the_process_that_began_it() -> None:
+    """On the core that it was given; the process is killed, so that nothing of its own ends it."""
+    core = max(os.sched_getaffinity(0))
     began = (
-        "import os\nfrom benchmarks.quiet import Turns\n"
-        f"turns = Turns([{core}])\nturns._burn(-1)\nprint(turns._burners[0].pid, flush=True)\nos._exit(0)"
+        "import sys\nfrom benchmarks.quiet import Turns\n"
+        f"turns = Turns([{core}])\nprint(turns._burn(-1), turns._burners[0].pid, flush=True)\nsys.stdin.read()"
     )
-    printed = subprocess.run([sys.executable, "-c", began], check=True, capture_output=True, text=True, timeout=60)
-    burner, end = int(printed.stdout), time.monotonic() + 20
-    while alive(burner):
+    command = [sys.executable, "-c", began]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as parent:  # type: ignore[call-overload]
+        count, burner = map(int, parent.stdout.readline().split())
+        try:
+            assert count == 1
+            assert os.sched_getaffinity(burner) == {core}
+            assert os.getpriority(os.PRIO_PROCESS, burner) == 19
+            waited(lambda: used_s(burner) > 0.05)
+            parent.kill()
+            waited(lambda: used_s(burner) is None)
+        finally:
+            parent.kill()
+            if used_s(burner) is not None:
+                os.kill(burner, signal.SIGKILL)
+
+
+@linux
+def test_what_could_not_begin_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quiet, "BURNER", "raise SystemExit(1)")
+    with quiet.Turns([0, 1]) as turns:
+        assert turns._burn(0) == 0
+        assert len(turns._burners) == 1
+    assert not turns._burners
+
+
+def waited(done: Callable[[], bool]) -> None:
+    """Wait until it is so, 20 seconds at most."""
+    end = time.monotonic() + 20
+    while not done():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs: one that has ended and that nobody waits for doesn't."""
+def used_s(pid: int) -> float | None:
+    """What a process has used of processors; None where it has ended, whether or not somebody waits for it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return None
+    return None if state == "Z" else (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
 
 
 class Cores:
