@@ -20,8 +20,9 @@ Of a run with several turns a policy (``kpolicy run --repeats``) give each turn'
 are of the first turns, latencies and the ranking of the means of all, and what a policy's own turns differ by is what
 two policies have to be apart to be ranked (`benchmarks.fidelity_turns`). ``--again`` takes steps of first turns.
 
-Regimes are at the host speed noted at each step in those cells, so one that a slow moment makes host-bound is so.
-Another table has those of the profile at its own host speed, of all turns: what a simulation calls them.
+In those cells a step's regime is by the host speed that was noted at it: one that only a slow moment makes host-bound
+counts as host-bound. Another table is of all turns' steps, by the regime that the profile gives each at its own host
+speed, which is what a simulation calls it.
 
 To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
 with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.

@@ -110,7 +110,14 @@ def cells_again(
     *,
     own_speed: bool = False,
 ) -> list[Cell]:
-    """Of all policies that ran again or not, how many of each cell's steps did; for the regimes see `fidelity`."""
+    """How many of each cell's steps ran again, of all policies together, also of those that ran none again.
+
+    Args:
+        again: the steps that ran again, by policy.
+        logs: the steps of first turns, by policy.
+        profile: what they are held to.
+        own_speed: as of `kpolicy.simulate.fidelity.fidelity`.
+    """
     run, repeats = pooled(logs, {policy: again.get(policy, ()) for policy in logs})
     ratios: dict[int, list[float]] = {}
     for entry, each in zip(repeats, expected_steps(repeats, profile.costs), strict=True):
@@ -119,7 +126,7 @@ def cells_again(
     cells: dict[tuple[str, str], list[list[float]]] = {}
     for i, (entry, each) in enumerate(zip(run, expected_steps(run, profile.costs), strict=True)):
         if entry.cycle_us:
-            key = entry.mode, each.regime(entry, profile.costs, own_speed)
+            key = entry.mode, each.regime(entry, profile.costs, own_speed=own_speed)
             cells.setdefault(key, []).append(ratios.get(i, []))
     found = []
     for (mode, regime), steps in sorted(cells.items()):

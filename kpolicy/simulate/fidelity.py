@@ -120,7 +120,7 @@ class Expected(NamedTuple):
         """Whether the host was as fast as the table's, within a tenth."""
         return abs(self.speed - 1) <= _AT_SPEED
 
-    def regime(self, entry: StepEntry, costs: CostTable, own_speed: bool) -> str:
+    def regime(self, entry: StepEntry, costs: CostTable, *, own_speed: bool) -> str:
         """Which of `REGIMES` the step is in, at the table's own host speed or at the noted one."""
         return regime_of(entry, self.at_table if own_speed else self.cost, costs)
 
@@ -195,26 +195,21 @@ def fidelity(
         ConfigError: no step has a measured time.
     """
     timed = [
-        (
-            entry,
-            each.cost,
-            entry.cycle_us,
-            (_launched(entry), each.state),
-            each.at_speed,
-            each.regime(entry, costs, own_speed),
-        )
+        (entry, entry.cycle_us, each)
         for entry, each in zip(entries, _after(before, entries, costs), strict=True)
         if entry.cycle_us
     ]
+    launched = [(_launched(entry), each.state) for entry, _, each in timed]
     alike: dict[Hashable, list[float]] = {}
-    for _, cost, measured_us, kind, _, _ in timed:
-        alike.setdefault(kind, []).append(cost.cycle_us / measured_us)
+    for kind, (_, measured_us, each) in zip(launched, timed, strict=True):
+        alike.setdefault(kind, []).append(each.cost.cycle_us / measured_us)
     usual = {kind: median(ratios) for kind, ratios in alike.items()}
     cases: dict[tuple[str, str], list[_Step]] = {}
-    for entry, cost, measured_us, kind, at_speed, regime in timed:
-        each = _Step(cost.cycle_us, measured_us, usual[kind], at_speed, (kind, _sizes(entry)))
+    for kind, (entry, measured_us, each) in zip(launched, timed, strict=True):
+        step = _Step(each.cost.cycle_us, measured_us, usual[kind], each.at_speed, (kind, _sizes(entry)))
+        regime = each.regime(entry, costs, own_speed=own_speed)
         for key in ((entry.mode, regime), (entry.mode, "all"), ("all", "all")):
-            cases.setdefault(key, []).append(each)
+            cases.setdefault(key, []).append(step)
     if not cases:
         raise ConfigError("the log has no step with a measured time, so nothing can be compared with it.")
     order = {regime: i for i, regime in enumerate((*REGIMES, "all"))}
