@@ -21,8 +21,8 @@ are of the first turns, latencies and the ranking of the means of all, and what 
 two policies have to be apart to be ranked (`benchmarks.fidelity_turns`). ``--again`` takes steps of first turns.
 
 In those cells a step's regime is by the host speed that was noted at it: one that only a slow moment makes host-bound
-counts as host-bound. Another table is of all turns' steps, by the regime that the profile gives each at its own host
-speed, which is what a simulation calls it.
+counts as host-bound. Other tables, of first turns and of all, are by the regime that the profile gives each step at its
+own host speed, which is what a simulation calls it.
 
 To tell the step costs' errors from the simulated scheduler's, the logs' own step times are served too ("replayed"):
 with requests let in at the steps at which the run let them in, how many batches are the run's, and the latencies.
@@ -157,8 +157,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     later_rows = fidelity(later, profile.costs, steps) if later else []
     if later:
         shown(f"{POOLED}, later turns", later_rows)
-    own_rows = fidelity([*steps, *later], profile.costs, own_speed=True)
-    shown(f"{POOLED}, all turns, regimes at the profile's own host speed", own_rows)
+    own_rows = fidelity(steps, profile.costs, own_speed=True)
+    shown(f"{POOLED}, regimes at the profile's own host speed", own_rows)
+    own_all = fidelity([*steps, *later], profile.costs, own_speed=True) if later else own_rows
+    if later:
+        shown(f"{POOLED}, all turns, regimes at the profile's own host speed", own_all)
     ran_again = steps_again(arguments.again, first, profile)
     again = measured_again(ran_again, first, profile)
     cells = cells_again(ran_again, first, profile) if again else []
@@ -209,7 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "measured_again": {policy: [rounded(row) for row in repeats] for policy, repeats in again.items()},
             "cells_again": [rounded(cell) for cell in cells],
             "later_turns": [rounded(row) for row in later_rows],
-            "by_own_speed": {"rows": [*map(rounded, own_rows)], "cells_again": [*map(rounded, own_cells)]},
+            "by_own_speed": {
+                "first_turns": [*map(rounded, own_rows)],
+                "all_turns": [*map(rounded, own_all)],
+                "cells_again": [*map(rounded, own_cells)],
+            },
             "us_per_token": per_token,
             "ranked_wrong": wrong,
             "tie": ties(per_token),

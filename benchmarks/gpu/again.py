@@ -65,7 +65,7 @@ from kpolicy.serving.real_run import Serving, fitting, open_model, quiet_transfo
 from kpolicy.serving.warm_up import warm_up
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
-from kpolicy.simulate.fidelity import expected_steps, regime_of
+from kpolicy.simulate.fidelity import expected_steps
 from kpolicy.simulate.repeats import LEAST_REPEATS, host_bound, ran_alike
 from kpolicy.trace_run import Prompts
 
@@ -165,11 +165,11 @@ class Took:
 
 @attrs.define
 class Cell:
-    """A run's steps of one mode in one regime, of all policies together.
+    """A run's steps of one mode in one regime of the profile's own host speed, of all policies together.
 
     Args:
         mode: the mode, with the form of a split.
-        regime: that of the steps in the run.
+        regime: the steps'.
         steps: how many the run has.
         again: those of them that are measured again.
     """
@@ -198,7 +198,7 @@ def cells_of(runs: Mapping[str, Again]) -> list[Cell]:
     for policy, again in runs.items():
         entries, costs = again.log.entries, again.engine.costs
         for i, (entry, each) in enumerate(zip(entries, expected_steps(entries, costs), strict=True)):
-            key = entry.mode, regime_of(entry, each.cost, costs)
+            key = entry.mode, each.regime(entry, costs, own_speed=True)
             cell = cells.setdefault(key, Cell(*key))
             cell.steps += 1
             if i in again.steps:

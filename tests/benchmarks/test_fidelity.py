@@ -319,7 +319,8 @@ def test_too_few_repeats_lose_nothing_else(
     assert again["all policies"] == again["auto"]
     assert sum(cell["again"] for cell in result["cells_again"]) == 40
     own = result["by_own_speed"]
-    assert sum(row["steps"] for row in own["rows"] if row["regime"] != "all") == own["rows"][-1]["steps"]
+    assert own["all_turns"] == own["first_turns"]
+    assert sum(row["steps"] for row in own["all_turns"] if row["regime"] != "all") == own["all_turns"][-1]["steps"]
     assert sum(cell["again"] for cell in own["cells_again"]) == 40
     # As of a run none of whose steps ran so often.
     assert fidelity.main([*given[:2], *given[6:], "--date", "D"]) == 0

@@ -464,25 +464,38 @@ def test_the_short_page_tells_what_a_slow_core_makes_host_bound() -> None:
     assert told in README
 
 
-def by_own_speed(name: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """A run's cells of all turns, in the regimes that the profile has at its own host speed."""
-    rows = read(name)["by_own_speed"]["rows"]
+def by_own_speed(name: str, turns: str = "all_turns") -> dict[tuple[str, str], dict[str, Any]]:
+    """A run's cells in the regimes that the profile has at its own host speed, of all turns or of first ones."""
+    rows = read(name)["by_own_speed"][turns]
     return {(row["mode"].split("/")[0], row["regime"]): row for row in rows if row["regime"] != "all"}
 
 
-def own_cell(row: dict[str, Any] | None) -> str:
-    if row is None:
+def own_cell(name: str, key: tuple[str, str]) -> str:
+    """First turns' single steps, and in brackets all turns'."""
+    if (every := by_own_speed(name).get(key)) is None:
         return ""
-    return f"{share(row['error'])} of {row['steps']:,} ({row['at_speed_error']:.1%} of {row['at_speed_steps']:,})"
+    first = by_own_speed(name, "first_turns").get(key, {"error": 0.0, "steps": 0})
+    told, whole = (f"{share(each['error'])} of {each['steps']:,}" for each in (first, every))
+    return f"{told} ({whole})"
+
+
+def repeats_short_of(name: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """By those regimes, cells that are over the line singly where the machine differs: their steps that ran again."""
+    again = {(each["mode"].split("/")[0], each["regime"]): each for each in read(name)["by_own_speed"]["cells_again"]}
+    return {
+        key: (again[key]["again"], row["steps"])
+        for key, row in by_own_speed(name, "first_turns").items()
+        if row["error"] > MOST and again[key]["again"] < AGAIN_SHARE * row["steps"]
+    }
 
 
 def test_the_short_page_tells_cells_by_the_regimes_of_a_simulation() -> None:
-    """Of all turns' single steps, whatever the host did, and of those at the profile's host speed."""
+    """Of first turns' single steps and of all, whatever the host did, and of those at the profile's host speed."""
     page = " ".join(" ".join(SHORT).split())
     names = [name for name in LATEST.values() if name not in ELSEWHERE]
     found = [by_own_speed(name) for name in names]
     keys = sorted({key for rows in found for key in rows})
-    expected = [line_of([", ".join(key), *(own_cell(rows.get(key)) for rows in found)]) for key in keys]
+    expected = [line_of([", ".join(key), *(own_cell(name, key) for name in names)]) for key in keys]
     assert table_of(expected[0], SHORT) == (4, expected)
     small, lite, smallest = found
     within = max(row["error"] for row in lite.values())
@@ -490,13 +503,29 @@ def test_the_short_page_tells_cells_by_the_regimes_of_a_simulation() -> None:
     [few] = [key for key, row in small.items() if row["error"] > MOST]
     assert (few, small[few]["steps"]) == (("piecewise", "host-bound"), 3)
     within = max(row["error"] for key, row in small.items() if key != few)
-    assert f"and the 0.5B's within {within:.1%} but for three steps" in page
+    first = [max(row["error"] for row in by_own_speed(name, "first_turns").values()) for name in names[:2]]
+    told = f"and the 0.5B's within {within:.1%} but for three steps (in the first turn alone {first[1] * 100:.1f} and "
+    assert f"{told}{first[0]:.1%})" in page
     eager = ("eager", "host-bound")
     told = f"differ by {small[eager]['noise']:.1%} in the 0.5B's EAGER, whose middle of repeats is "
     told += (
         f"{ran_again(read(names[0]), *eager)[1]:.1%} off, by {lite[eager]['noise']:.1%} in DeepSeek-V2-Lite's and by "
     )
     assert f"{told}{smallest[few]['noise']:.1%} in the small model's host-bound PIECEWISE" in page
+    assert repeats_short_of(names[1]) == {}
+    assert all(row["error"] <= MOST for row in by_own_speed(names[1], "first_turns").values())
+    [(key, (ran, of))] = repeats_short_of(names[0]).items()
+    assert key == ("piecewise", "middle")
+    told = f"PIECEWISE in the middle would be over it, for {ran:,} of its {of:,} steps ran again, whose middle is "
+    [again] = [each for each in read(names[0])["by_own_speed"]["cells_again"] if key_of(each) == key]
+    assert f"{told}{again['error']:.1%} off" in page
+    speeds = [rows[cell]["at_speed_error"] for cell in (eager, key) for rows in (small, lite)]
+    told = "EAGER is {:.1f} and {:.1%} off and PIECEWISE in the middle {:.1f} and {:.1%}"
+    assert told.format(speeds[0] * 100, speeds[1], speeds[2] * 100, speeds[3]) in page
+    at_speed = [
+        row["at_speed_error"] for cell, rows in ((None, lite), (few, small)) for at, row in rows.items() if at != cell
+    ]
+    assert f"every cell of more than three steps within {max(at_speed):.1%}" in page
 
 
 def test_the_short_page_tells_the_latest_of_the_small_qwen() -> None:

@@ -148,6 +148,14 @@ def test_cells_are_of_first_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (cells["steps"], cells["error"]) == (len(entries), 0.0)
     [later] = [row for row in result["later_turns"] if row["mode"] == "all"]
     assert later["error"] == pytest.approx(1 - 1 / SLOWER, abs=1e-3)
+    own = {name: rows[-1] for name, rows in result["by_own_speed"].items() if rows}
+    assert {name: row["steps"] for name, row in own.items()} == {
+        "first_turns": len(entries), "all_turns": 2 * len(entries),
+    }  # fmt: skip
+    assert (own["first_turns"]["error"], own["all_turns"]["error"]) == (
+        0.0,
+        pytest.approx(later["error"] / 2, abs=1e-3),
+    )
     assert result["us_per_token"]["auto"]["apart"] == pytest.approx(SLOWER - 1, abs=1e-3)
     assert result["tie"] == {}
     assert result["us_per_token"]["auto"]["error"] == pytest.approx(2 / (1 + SLOWER) - 1, abs=1e-3)
