@@ -46,6 +46,8 @@ PART = "part-"
 """Before the names of files of steps that run again, until they have all run"""
 AGAIN = "steps again"
 MIDDLE = "the middle"
+MODES = ("eager", "piecewise")
+"""Those whose steps a core that turns slow makes longer, so that the machine itself differs by 3% or more"""
 AROUND = Path("Q.json")
 """The profile of the calibrations before and after the run"""
 KPOLICY = [sys.executable, "-m", "kpolicy"]
@@ -170,9 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--later", type=int, default=2, help="calibrations after the run and what runs again (2)")
     parser.add_argument("--seconds", type=float, default=25.0, help="of measuring in each calibration (25)")
     parser.add_argument("--calibration-limit", type=float, default=120.0, help="a calibration's seconds at most (120)")
-    parser.add_argument("--again", type=float, default=95.0, help="seconds for steps that run again; 0 for none (95)")
-    parser.add_argument("--mode", action="append", help="every step of this mode runs again (eager)")
-    parser.add_argument("--most", type=int, default=400, help="steps of a policy and mode that run again (400)")
+    parser.add_argument("--again", type=float, default=150.0, help="seconds for steps that run again; 0 for none (150)")
+    parser.add_argument("--mode", action="append", help="every step of this mode runs again (eager and piecewise)")
+    parser.add_argument("--most", type=int, default=5000, help="steps of a policy and mode that run again (5,000)")
     parser.add_argument(
         "--turns", action="store_true",
         help="of steps that run again every other pass is on the slowest of all cores, with those beside it kept busy, "
@@ -192,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--again {options.again:g}: 0 for none, or over {AROUND_S:g} seconds, which go for starting and ending, "
             f"and at most {GRACE_S:g} less than --limit {options.limit:g}"
         )
-    options.mode = options.mode or ["eager"]
+    options.mode = options.mode or [*MODES]
     options.out.mkdir(exist_ok=True)
     config = options.config / "config.json" if options.config.is_dir() else options.config
     for name, path in (("config.json", config), (options.trace.name, options.trace)):

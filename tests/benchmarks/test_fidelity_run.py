@@ -22,7 +22,7 @@ def words(tmp_path: Path) -> list[str]:
     trace.write_text("")
     policies = [word for policy in POLICIES for word in ("--policy", policy)]
     files = ["--config", str(config), "--trace", str(trace), "--out", str(tmp_path / "out")]
-    return [*files, *policies, "--rate", "2", "--quiet", "0", "--limit", "120"]
+    return [*files, *policies, "--rate", "2", "--quiet", "0", "--limit", "180"]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *codes: int, seconds: float = 0.0) -> None:
@@ -164,7 +164,7 @@ def test_steps_that_were_cut_short_run_again(
     assert "steps again: done" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seconds", ["0.5", "15", "-1", "nan", "inf", "115.5"])
+@pytest.mark.parametrize("seconds", ["0.5", "15", "-1", "nan", "inf", "175.5"])
 def test_seconds_in_which_no_steps_can_run_again_are_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], seconds: str
 ) -> None:
@@ -173,7 +173,7 @@ def test_seconds_in_which_no_steps_can_run_again_are_refused(
         fidelity_run.main([*words, f"--again={seconds}"])
     assert (
         f"--again {seconds}: 0 for none, or over 15 seconds, which go for starting and ending, and at most 5 less than "
-        "--limit 120"
+        "--limit 180"
     ) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -230,12 +230,13 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
     )
     assert again == (
         f"benchmarks.gpu.again --device cuda --config config.json --profile P.json --run R.json {served} --log "
-        "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --most 400 --seconds 80 --out part-A.jsonl"
+        "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --mode piecewise --most 5000 --seconds 135 "
+        "--out part-A.jsonl"
     )
     seen.clear()
     cores.clear()
     assert fidelity_run.main([*words, "--turns", "--quiet", "3", "--limit", "580"]) == 0
     [again] = [command for command in seen if "benchmarks.gpu.again" in command]
-    assert again[again.index("--turns") + 1 :][:2] == ["--most", "400"]
+    assert again[again.index("--turns") + 1 :][:2] == ["--most", "5000"]
     # It chooses among all cores, and a middle is no measurement.
     assert cores == [3, 3, 3, 0, 3, 3, 0, 3, 0]
