@@ -125,8 +125,8 @@ class Turns:
     """The quickest core for this thread now, and the slowest then, looked at each time: a core is slow for seconds.
 
     Threads that run beside this one keep their cores. While this one is on the slowest, the other hardware threads of
-    its core are kept busy, or where the system doesn't say which these are, all other cores, those of this process's
-    other threads among them. Used as a context, it leaves none busy behind.
+    its core are kept busy, or where there are none that it may use, all other cores, those of this process's other
+    threads among them. Used as a context, it leaves none busy behind.
 
     Args:
         cores: those to choose from.
@@ -148,8 +148,10 @@ class Turns:
         times = timed(self._cores, rounds=2, seconds=0.015)
         core = quietest(times, 1)[0] if quick else slowest(times)
         told = f"{'quick' if quick else 'slow'} core {core}, fixed work {statistics.median(times[core]):.1f} us"
-        if not quick and (busy := self._burn(core)):
-            told += f", beside {busy} busy ones {statistics.median(timed([core], rounds=1, seconds=BURNT_S)[core]):.1f}"
+        if not quick:
+            busy = self._burn(core)
+            work_us = statistics.median(timed([core], rounds=1, seconds=BURNT_S)[core])
+            told += f", beside {busy} of {len(self._burners)} that were to be busy {work_us:.1f}"
         os.sched_setaffinity(0, {core})
         return told
 

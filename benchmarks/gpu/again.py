@@ -169,7 +169,7 @@ class Cell:
 
     Args:
         mode: the mode, with the form of a split.
-        regime: the steps'.
+        regime: the steps' by the profile at its own host speed, not at the noted one.
         steps: how many the run has.
         again: those of them that are measured again.
     """

@@ -53,7 +53,7 @@ def test_a_thread_goes_to_the_quickest_core_and_to_the_slowest(monkeypatch: pyte
     turns = quiet.Turns(sorted(times))
     assert turns.move(quick=True) == "quick core 3, fixed work 20.5 us"
     monkeypatch.setattr(turns, "_burn", lambda _: 0)
-    assert turns.move(quick=False) == "slow core 1, fixed work 31.0 us"
+    assert turns.move(quick=False) == "slow core 1, fixed work 31.0 us, beside 0 of 0 that were to be busy 31.0"
     assert moved == [{3}, {1}]
     assert os.sched_getaffinity(0) == before
 
@@ -87,7 +87,7 @@ def test_others_are_busy_beside_the_slowest_core(
     monkeypatch.setattr(subprocess, "Popen", Burner)
     with quiet.Turns(range(4)) as turns:
         told = turns.move(quick=False)
-        assert told == f"slow core 2, fixed work 25.0 us, beside {len(busy)} busy ones 40.0"
+        assert told == f"slow core 2, fixed work 25.0 us, beside {len(busy)} of {len(busy)} that were to be busy 40.0"
         assert sorted(burner.core for burner in running) == busy
         assert turns.move(quick=True) == "quick core 1, fixed work 20.0 us"
         assert not running

@@ -136,10 +136,14 @@ class Config:
         if not isinstance(given, Mapping):
             raise ConfigError(f'"{SECTION}" in the additional config is {given!r}; it is an object of settings.')
         fields = attrs.fields_dict(cls)
-        gone = [name for name in GONE if environ.get(_PREFIX + name.upper())]
-        for name in (*given, *gone):
+        for name, instead in GONE.items():
+            variable = _PREFIX + name.upper()
+            if name in given or environ.get(variable):
+                said = f"setting {name!r}" if name in given else f"variable {variable}"
+                raise ConfigError(f"kpolicy has no {said} any more. {instead}")
+        for name in given:
             if name not in fields:
-                raise UnknownNameError("setting of kpolicy", name, fields, GONE.get(name, ""))
+                raise UnknownNameError("setting of kpolicy", name, fields)
         values = read_variables(environ, _PREFIX, _KINDS)
         values.update({name: _checked(name, value) for name, value in given.items()})
         return cls(**values)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kpolicy.errors import ConfigError, UnknownNameError
+from kpolicy.errors import ConfigError
 from kpolicy_vllm.config import Config
 
 
@@ -65,7 +65,10 @@ def test_values_of_the_environment():
         ({"first_token_ms": -1}, "from 0 up"),
         ({"objective": "speed"}, "throughput"),
         ({"objective": "0:1:0.9"}, "first_token_limit is 0.9"),
-        ({"first_token_limit": 1.25}, "It is the objective's third number: STEP:GAP:LIMIT, for example 1:0:1.25"),
+        (
+            {"first_token_limit": 1.25},
+            "has no setting 'first_token_limit' any more. It is the objective's third number: STEP:GAP:LIMIT, for",
+        ),
         ({"pace": 1}, "true or false"),
         ([1], "an object of settings"),
     ],
@@ -130,7 +133,7 @@ def test_the_bound_on_prompts_is_the_objective_s(objective, limit):
 def test_a_variable_of_before_is_refused_and_says_what_to_do():
     """It isn't lost in silence: prompts would be bounded by another limit."""
     environ = {"KPOLICY_POLICY": "auto", "KPOLICY_FIRST_TOKEN_LIMIT": "2"}
-    with pytest.raises(UnknownNameError, match=r"unknown setting of kpolicy 'first_token_limit'.*STEP:GAP:LIMIT"):
+    with pytest.raises(ConfigError, match=r"has no variable KPOLICY_FIRST_TOKEN_LIMIT any more.*STEP:GAP:LIMIT"):
         Config.load({}, environ)
     assert Config.load({}, environ | {"KPOLICY_FIRST_TOKEN_LIMIT": ""}) == Config()
     assert Config.load({}, {"KPOLICY_FIRST_TOKEN_LIMIT": "2"}) is None
