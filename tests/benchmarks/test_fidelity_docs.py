@@ -1308,6 +1308,13 @@ def test_figures_of_the_small_models_tenth_in_the_text() -> None:
         f"{rows['piecewise', 'middle']['error']:.1%}, isn't shown. FULL is {rows['full', 'middle']['error']:.1%} off"
     )
     assert told in page
+    first, second, third = (
+        dict(zip(each.costs.full.sizes, each.costs.full.us, strict=True)) for each in calibrated(name)
+    )
+    assert [size for size in second if first[size] / second[size] < 0.97] == [2, 6]
+    quicker = [1 - third[size] / second[size] for size in second]
+    told = f"third calibration's are {min(quicker) * 100:.0f} to {max(quicker):.0%} quicker than the second's at every "
+    assert f"{told}size, and the first's at 2 and 6 rows alone" in page
     assert f"Medians are within {max(latencies_off(name)):.1%}" in page
     apart = read(name)["served"]["policies"]["piecewise"]["ttft_p50_ms"]["apart"]
     assert f"as `piecewise`'s turns are {apart:.1%} apart" in page
