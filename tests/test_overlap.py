@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kpolicy.errors import ProfileError
@@ -21,10 +21,11 @@ def served(decodes_us: float, prompt_us: float, decode_speed: float, prompt_spee
 @given(
     st.floats(0.15, 1.0), st.floats(0.15, 1.0), st.floats(1.0, 1e5), st.floats(1.0, 1e5)
 )  # fmt: skip
+@example(0.15, 0.85, 1.0, 1.0)
 def test_two_speeds(decode_speed: float, prompt_speed: float, decodes_us: float, prompt_us: float) -> None:
     """A table's numbers tell both speeds, and with them what any two halves take, whichever is over first."""
-    if decode_speed + prompt_speed < 1.0:
-        decode_speed = 1.0 - prompt_speed / 2  # together they get less done than in turn otherwise
+    if decode_speed + prompt_speed < 1.0 + 1e-9:
+        decode_speed = 1.0 - prompt_speed / 2  # together they get less done than in turn otherwise, or rounding says so
     overlap = Overlap.of((1 - prompt_speed) / decode_speed, 1 / decode_speed)
     assert overlap.gains
     assert overlap.slowdown == pytest.approx(1 / decode_speed)
