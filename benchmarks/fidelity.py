@@ -159,8 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown(f"{POOLED}, later turns", later_rows)
     own_rows = fidelity(steps, profile.costs, own_speed=True)
     shown(f"{POOLED}, regimes at the profile's own host speed", own_rows)
-    own_all = fidelity([*steps, *later], profile.costs, own_speed=True) if later else own_rows
+    own_all = own_rows
     if later:
+        own_all = fidelity([*steps, *later], profile.costs, own_speed=True)
         shown(f"{POOLED}, all turns, regimes at the profile's own host speed", own_all)
     ran_again = steps_again(arguments.again, first, profile)
     again = measured_again(ran_again, first, profile)

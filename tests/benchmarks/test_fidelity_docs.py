@@ -1148,7 +1148,7 @@ def test_figures_of_the_small_qwens_fourteenth_in_the_text() -> None:
     page = " ".join(" ".join(DOC).split())
     name = "rate-2-fourteenth"
     last, rows, later = read(name), rows_of(name), later_of(name)
-    eager, pieces, split = ("eager", "host-bound"), ("piecewise", "host-bound"), ("split", "middle")
+    pieces, split = ("piecewise", "host-bound"), ("split", "middle")
     row, second = rows[split], later[split]
     told = (
         f"**SPLIT in the middle is {row['error']:.1%} off** (bias {row['bias']:+.1%}, noise {row['noise']:.1%}), all "
@@ -1164,25 +1164,15 @@ def test_figures_of_the_small_qwens_fourteenth_in_the_text() -> None:
     assert f"{told}{max(middling):.2f} for 480; of 1,920 tokens it is 1." in page
     assert {*long} == {1.0}
     assert eager_again(name) in page
-    row, second, again = rows[pieces], later[pieces], repeated(last, *pieces)
-    assert again is not None
-    told = f"Host-bound PIECEWISE, {row['steps']:,} steps, is {singly(row)} and {ran_again(last, *pieces)[1]:.1%} "
-    told += (
-        f"repeated, of which {again['host_bound_share']:.0%} were host-bound: to the letter. The means of its kinds "
+    row, second = rows[pieces], later[pieces]
+    told = (
+        f"{host_bound_pieces(name)}{row['bias']:.1%}. The second turn's {second['steps']:,} are {second['error']:.1%} "
     )
-    told += f"of step are {row['kind_error']:.1%} off, the mean of all steps {row['bias']:.1%}. The second turn's "
-    told += f"{second['steps']:,} are {second['error']:.1%} off, noise {second['noise']:.1%}, their kinds' means "
-    assert f"{told}{second['kind_error']:.1%}." in page
-    repeats = last["measured_again"]["all policies"]
-    [bound] = [each for each in repeats if key_of(each) == pieces and each["host"] == "any"]
-    assert bound["host_bound_share"] == 1.0
-    assert LEAST_REPEATS == 3
+    assert f"{told}off, noise {second['noise']:.1%}, their kinds' means {second['kind_error']:.1%}." in page
+    bound = host_bound_again(name)
     told = f"that were host-bound in three or more repeats, {bound['steps']}, the middle is "
     assert f"{told}{bound['error']:.1%} off, where a step's own repeats scatter by {bound['spread']:.1%}" in page
-    within = max(each["error"] for key, each in rows.items() if key not in (eager, pieces))
-    ttft, gap = latencies_off(name)
-    told = f"All else is within {within:.1%} by single steps. TTFT p50 is within {ttft:.1%}, gaps within "
-    told += f"{gap:.1%}. No pair is ranked wrongly, and every one is shown. `vllm`'s turns are "
+    told = f"{all_else(name)}. No pair is ranked wrongly, and every one is shown. `vllm`'s turns are "
     late = last["served"]["policies"]["vllm"]
     first, second_ = (-each["ttft_p50_ms"]["error"] for each in late["turns"])
     told += f"{late['ttft_p50_ms']['apart']:.1%} apart by TTFT p50, simulated {first * 100:.1f} and {second_:.1%} early"
@@ -1207,6 +1197,13 @@ def test_figures_of_the_small_qwens_fourteenth_in_the_text() -> None:
     assert not [row for row in last["policies"]["auto"] if row["mode"].startswith("split")]
 
 
+def all_else(name: str) -> str:
+    """What is said of a run's other cells than those that the host bounds, and of its medians."""
+    within = max(row["error"] for (_, regime), row in rows_of(name).items() if regime != "host-bound")
+    ttft, gap = latencies_off(name)
+    return f"All else is within {within:.1%} by single steps. TTFT p50 is within {ttft:.1%}, gaps within {gap:.1%}"
+
+
 def host_bound_pieces(name: str) -> str:
     """What is said of a run's host-bound PIECEWISE steps, singly, repeated, by kinds and together."""
     pieces = ("piecewise", "host-bound")
@@ -1224,7 +1221,7 @@ def host_bound_pieces(name: str) -> str:
 def test_figures_of_the_small_qwens_fifteenth_in_the_text() -> None:
     """What its cells, turns, host, repeats and calibrations are said to be."""
     page = " ".join(" ".join(DOC).split())
-    name, eager, pieces = "rate-2-fifteenth", ("eager", "host-bound"), ("piecewise", "host-bound")
+    name, pieces = "rate-2-fifteenth", ("piecewise", "host-bound")
     rows, second = rows_of(name), later_of(name)[pieces]
     assert eager_again(name, "ten") in page
     told = f"{host_bound_pieces(name)}{rows[pieces]['bias']:.1%}. The second turn's {second['steps']} are "
@@ -1233,13 +1230,9 @@ def test_figures_of_the_small_qwens_fifteenth_in_the_text() -> None:
     bound = host_bound_again(name)
     told = f"host-bound in three or more repeats, {bound['steps']:,}, the middle is {bound['error']:.1%} off (bias "
     assert f"{told}{bound['bias']:+.1%}), where a step's own repeats scatter by {bound['spread']:.1%}" in page
-    within = max(each["error"] for key, each in rows.items() if key not in (eager, pieces))
-    ttft, gap = latencies_off(name)
-    told = f"All else is within {within:.1%} by single steps. TTFT p50 is within {ttft:.1%}, gaps within "
-    told += f"{gap:.1%}. No pair "
+    told = f"{all_else(name)}. No pair is ranked wrongly, and every one is shown. `vllm`'s turns are "
     late = read(name)["served"]["policies"]["vllm"]
     early = [each["ttft_p50_ms"]["error"] for each in late["turns"]]
-    told += "is ranked wrongly, and every one is shown. `vllm`'s turns are "
     told += f"{late['ttft_p50_ms']['apart']:.1%} apart by TTFT "
     assert f"{told}p50, simulated {early[0]:.1%} late and {-early[1]:.1%} early" in page
     assert all(told in page for told in of_calibrations(name))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,20 +105,21 @@ def test_what_keeps_a_core_busy_does_and_ends_with_the_process_that_began_it() -
         f"turns = Turns([{core}])\nprint(turns._burn(-1), turns._burners[0].pid, flush=True)\nsys.stdin.read()"
     )
     command = [sys.executable, "-c", began]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True) as parent:  # type: ignore[call-overload]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
         count, burner = map(int, parent.stdout.readline().split())
         try:
             assert count == 1
             assert os.sched_getaffinity(burner) == {core}
             assert os.getpriority(os.PRIO_PROCESS, burner) == 19
-            waited(lambda: used_s(burner) > 0.05)
+            waited(lambda: (used_s(burner) or 0.0) > 0.05)
             parent.kill()
             waited(lambda: used_s(burner) is None)
         finally:
             parent.kill()
             if used_s(burner) is not None:
-                os.kill(burner, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(burner, signal.SIGKILL)
 
 
 @linux
