@@ -60,15 +60,17 @@ class Overlap(NamedTuple):
         """Whether both halves slow down alike, as they are taken to where no slowdown was timed."""
         return self.slowdown == 1.0 + self.cost
 
-    def device_us(self, decodes_us: float, prompt_us: float) -> float:
-        """Both halves beside each other.
+    def device_us(self, decodes_us: float, prompt_us: float, lead_us: float = 0.0) -> float:
+        """Both halves beside each other, from the start of the decode steps.
 
         Args:
             decodes_us: device time of all decode steps alone.
             prompt_us: of the prompt alone.
+            lead_us: by how much the prompt begins later; so long the decode steps have the device to themselves.
         """
+        decodes_us = max(decodes_us - lead_us, 0.0)
         prompt_last, decodes_last = prompt_us + self.cost * decodes_us, decodes_us + self.outlasted * prompt_us
-        return max(prompt_last, decodes_last) if self.cost <= 1.0 else min(prompt_last, decodes_last)
+        return lead_us + (max(prompt_last, decodes_last) if self.cost <= 1.0 else min(prompt_last, decodes_last))
 
     def rise_us(self, decodes_us: float, prompt_us: float) -> float:
         """By how much `device_us` rises with the cost and the slowdown, where both rise by as much.

@@ -34,6 +34,20 @@ def test_two_speeds(decode_speed: float, prompt_speed: float, decodes_us: float,
     assert overlap.device_us(decodes_us, prompt_us) <= (decodes_us + prompt_us) * (1 + 1e-9)
 
 
+@given(
+    st.floats(0.15, 1.0), st.floats(0.5, 1.0), st.floats(1.0, 1e5), st.floats(1.0, 1e5), st.floats(0.0, 1e5)
+)  # fmt: skip
+def test_a_prompt_that_begins_later(
+    decode_speed: float, prompt_speed: float, decodes_us: float, prompt_us: float, lead_us: float
+) -> None:
+    """So long the decode steps go on at their own speed, and where they are over by then the prompt is alone."""
+    decode_speed = max(decode_speed, 1.0 - prompt_speed / 2)
+    overlap = Overlap.of((1 - prompt_speed) / decode_speed, 1 / decode_speed)
+    expected = lead_us + served(max(decodes_us - lead_us, 0.0), prompt_us, decode_speed, prompt_speed)
+    assert overlap.device_us(decodes_us, prompt_us, lead_us) == pytest.approx(expected, rel=1e-6)
+    assert overlap.device_us(decodes_us, prompt_us, lead_us) >= overlap.device_us(decodes_us, prompt_us) * (1 - 1e-9)
+
+
 @given(st.floats(0.0, 2.0), st.floats(0.0, 1e5), st.floats(0.0, 1e5))
 def test_without_a_slowdown_the_longer_half_and_a_share_of_the_shorter(cost: float, one: float, other: float) -> None:
     overlap = Overlap.of(cost)

@@ -80,8 +80,13 @@ class StepCosts:
         return StepCosts(table, self._first_pieces_us * launching_takes(table.host_work_us / self._table.host_work_us))
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
-        """What running these launches as one step takes."""
-        return self._table.cost_by(self.launch_us, launches, numbers)
+        """What running these launches as one step takes.
+
+        Of halves beside each other the second waits until the first is launched: calibration launches ahead of the
+        device, so that its shares have nothing of that. (Decode steps that wait for their place beside a prompt are
+        staged before it and launched later; the device then idles for the staging, which is taken to be as long.)
+        """
+        return self._table.cost_by(self.launch_us, launches, numbers, leads=True)
 
     def decodes_ready_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float) -> float:
         """`Costing.decodes_ready_us`."""

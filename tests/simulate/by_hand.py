@@ -17,7 +17,7 @@ from kpolicy.scheduling.traces import TraceRequest
 from kpolicy.simulate import Server
 from kpolicy.simulate.drafts import drawn
 
-FULL, PIECEWISE, EAGER, HOST_EAGER, REST, OVERLAP = 40.0, 200.0, 70.0, 230.0, 30.0, 0.5
+FULL, PIECEWISE, EAGER, HOST_FULL, HOST_EAGER, REST, OVERLAP = 40.0, 200.0, 70.0, 20.0, 230.0, 30.0, 0.5
 CAPTURE_US, GRAPH_BYTES = (1000.0, 3000.0), (1000, 2000)
 ALIKE = CostTable(
     version="alike",
@@ -25,7 +25,7 @@ ALIKE = CostTable(
     full=Curve((1, 64), (FULL, FULL)),
     piecewise=Curve((1, 64), (PIECEWISE, PIECEWISE)),
     eager=Curve((1, 64), (EAGER, EAGER)),
-    host_full=HostCost(20.0),
+    host_full=HostCost(HOST_FULL),
     host_piecewise=HostCost(130.0),
     host_eager=HostCost(HOST_EAGER),
     step_us=REST,
@@ -287,8 +287,9 @@ def halves_us(form: str, steps: int) -> tuple[float, float]:
     """(until the decode rows have all of their tokens, until the step is over) of a step in halves."""
     if form == "in_turn":
         return FULL + REST, FULL + PIECEWISE + REST
-    shorter, longer = sorted((steps * FULL, PIECEWISE))
-    whole = longer + OVERLAP * shorter + REST
+    # The prompt begins when the host has launched the first decode step, which then has that much less to do.
+    shorter, longer = sorted((steps * FULL - HOST_FULL, PIECEWISE))
+    whole = HOST_FULL + longer + OVERLAP * shorter + REST
     return min(steps * (1 + OVERLAP) * FULL + REST, whole), whole
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
+from kpolicy.costs import HostCost
 from kpolicy.modes import Mode, SplitForm
 from kpolicy.policies import auto_tables
 from kpolicy.profiles import load_profile
@@ -22,8 +23,12 @@ LONG = trace_of(*[(4.0 * i, DRAWN.randint(2, 60), DRAWN.randint(10, 40)) for i i
 """Some thousand gaps: enough to tell which one in a hundred exceeds."""
 AHEAD = Objective(1.0, 0.0, first_token_limit=1.25)
 """Throughput which may delay prompts for several decode steps beside them."""
-# Decode steps beside prompts are nearly free, so that several are worth while.
-FREE = attrs.evolve(COSTS, overlap_cost=0.0, prefill_attention=attrs.evolve(COSTS.prefill_attention, row_us=9.0))
+# Decode steps beside prompts are nearly free, so that several are worth while, and take what decisions say: those leave
+# out how long a prompt waits for their launch.
+FREE = attrs.evolve(
+    COSTS, overlap_cost=0.0, prefill_attention=attrs.evolve(COSTS.prefill_attention, row_us=9.0),
+    host_full=HostCost(0.0),
+)  # fmt: skip
 
 
 def test_a_long_run_is_told_as_by_tokens() -> None:

@@ -112,7 +112,6 @@ def test_one_decode_row_beside_a_prompt_has_its_own_share() -> None:
     numbers = BatchShape(decodes=[(1, 1)], prefills=[(30, 0)], decode_kv_tokens=10, max_kv_len=30).numbers
     halves = [table.launch_us(launch, numbers)[0] for launch in launches]
     assert table.cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.3 * min(halves))
-    assert StepCosts(table).cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.3 * min(halves))
     assert TABLE.overlap_of(1) == Overlap.of(0.6)
 
 
@@ -132,8 +131,7 @@ def test_many_decode_rows_and_slowdowns_have_their_own_too() -> None:
     numbers = BatchShape(decodes=[(1, 16)], prefills=[(30, 0)], decode_kv_tokens=160, max_kv_len=30).numbers
     launches = Launch(Rows.DECODE, FULL[0].key), Launch(Rows.PREFILL, PIECES[0].key, 1)
     halves = [table.launch_us(launch, numbers)[0] for launch in launches]
-    for costs in (table, StepCosts(table)):
-        assert costs.cost(launches, numbers).device_us == pytest.approx(Overlap.of(0.7, 1.7).device_us(*halves))
+    assert table.cost(launches, numbers).device_us == pytest.approx(Overlap.of(0.7, 1.7).device_us(*halves))
 
 
 def test_decode_steps_that_outlast_a_short_prompt_pay_less() -> None:
@@ -147,11 +145,32 @@ def test_decode_steps_that_outlast_a_short_prompt_pay_less() -> None:
         launches = Launch(Rows.DECODE, FULL[0].key, repeat=steps), Launch(Rows.PREFILL, PIECES[0].key, 1)
         decode, prompt = (table.launch_us(launch, numbers)[0] for launch in launches)
         expected = max(prompt + long.cost * steps * decode, steps * decode + 0.25 * long.outlasted * prompt)
-        for costs in (table, StepCosts(table)):
-            assert costs.cost(launches, numbers).device_us == pytest.approx(expected)
+        assert table.cost(launches, numbers).device_us == pytest.approx(expected)
     # Where both together take longer than in turn, two speeds don't tell, and it says nothing.
     assert attrs.evolve(table, overlap_cost=1.5).overlap_of(8, 64) == Overlap.of(1.5, 1.8)
     assert told().effects.outlasted_at(5) == 1.0
+
+
+@pytest.mark.parametrize("steps", [1, 3, 40])
+@pytest.mark.parametrize("speed", [1.0, 2.0])
+def test_a_prompt_beside_waits_until_the_decode_half_is_launched(steps: int, speed: float) -> None:
+    """By hand: one repeat's launch of the host's 44 us goes by with the decode steps alone on the device.
+
+    On a host half as fast it takes 1.85 times as long; in turn nobody waits for it; and decisions don't count it.
+    """
+    table = attrs.evolve(TABLE, decode_slowdown=2.0, host_work_us=10.0)
+    halves = Launch(Rows.DECODE, FULL[0].key, repeat=steps), Launch(Rows.PREFILL, PIECES[0].key, 1)
+    numbers = BatchShape(decodes=[(1, 8)], prefills=[(64, 0)], decode_kv_tokens=80, max_kv_len=64).numbers
+    decode, prompt = (table.launch_us(launch, numbers)[0] for launch in halves)
+    lead = 44.0 * (1.85 if speed == 2.0 else 1.0)
+    # At a cost of 0.6 and a slowdown of 2 the prompt goes on at 0.7 of its speed and the decode steps at half.
+    left = steps * decode - lead
+    expected = lead + max(prompt + 0.6 * left, left + prompt * 0.5 / 0.7)
+    costs = StepCosts(table).at_host_speed(10.0 * speed)
+    assert costs.cost(halves, numbers).device_us == pytest.approx(expected)
+    assert table.cost(halves, numbers).device_us == table.overlap_of(8).device_us(steps * decode, prompt)
+    in_turn = halves[0], attrs.evolve(halves[1], stream=0)
+    assert costs.cost(in_turn, numbers).device_us == pytest.approx(steps * decode + prompt)
 
 
 @pytest.mark.parametrize(
