@@ -622,8 +622,9 @@ class CostTable:
             launches: the launches.
             numbers: the step's rows.
             leads: whether a half on another stream begins only when one repeat of the first half's launch is done, as
-                one host thread launches both. `cost` leaves that out: it moves no decision by more than the host's few
-                hundred microseconds for a graph, and what ranks tell each other of halves is linear in their times.
+                one host thread launches both. Further repeats are replays of what was staged once, and nearly free.
+                `cost` leaves it out: decode halves are graphs, of which it is a few hundred microseconds, and what
+                ranks tell each other of halves is linear in their times.
         """
         if not launches:
             return Cost(self.step_us, self.step_us, self.step_us, 0.0, 0.0)
@@ -706,7 +707,7 @@ class CostTable:
 
     def decodes_ready_by(
         self, launch_us: Callable[[Launch, BatchNumbers], tuple[float, float]], launches: tuple[Launch, ...],
-        numbers: BatchNumbers, cycle_us: float,
+        numbers: BatchNumbers, cycle_us: float, *, leads: bool = False,
     ) -> float:  # fmt: skip
         """`decodes_ready_us` where launches take something else; the arguments are those of `cost_by` and its cycle."""
         first = launches[0]
@@ -714,8 +715,13 @@ class CostTable:
         if all(launch.stream == first.stream for launch in launches):
             ready_us = first.repeat * max(device_us, host_us)
         else:
-            each_us = self.beside_us(device_us, host_us, self.overlap_of(numbers.num_decodes))
+            overlap = self.overlap_of(numbers.num_decodes)
+            each_us = self.beside_us(device_us, host_us, overlap)
             ready_us = first.repeat * each_us
+            if first.wait_share is None and leads:
+                # What ran before the prompt began wasn't slowed down.
+                alone_us = min(host_us, first.repeat * device_us)
+                ready_us = max(ready_us - alone_us * (overlap.slowdown - 1), first.repeat * host_us)
             if first.wait_share is not None:
                 begun = (first.repeat - 1 + first.wait_share) / first.repeat
                 ready_us = max(ready_us, begun * (cycle_us - self.step_us) + each_us)

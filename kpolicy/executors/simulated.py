@@ -396,12 +396,14 @@ class SimulatedDevice:
             cycle_us *= 100
         if decision.mode is not Mode.SPLIT:
             return (ReadyAt(cycle_us),)
-        return ReadyAt(self.costs.decodes_ready_us(decision.launches, numbers, cycle_us)), ReadyAt(cycle_us)
+        return ReadyAt(
+            self.costs.decodes_ready_by(self.costs.launch_us, decision.launches, numbers, cycle_us, leads=True)
+        ), ReadyAt(cycle_us)
 
     def _cycle_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> float:
         """`CostTable.cost`, with what a decode graph costs apart from its KV worked out once a graph."""
         if len(launches) != 1 or launches[0].key is None or numbers.num_prefills:
-            return self.costs.cost(launches, numbers).cycle_us
+            return self.costs.cost_by(self.costs.launch_us, launches, numbers, leads=True).cycle_us
         prepared = self._dense_us.get(launches[0])
         costs = self.costs
         if prepared is None:

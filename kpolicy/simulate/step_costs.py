@@ -34,10 +34,12 @@ class StepCosts:
         table: the table, with the host's times of such a step.
         first_pieces_us: more of device time for a launch of pieces, by what ran before: the host launches the first
             ones sooner or later, and the device waits.
+        leads: whether halves beside each other wait for the host; not where it launches ahead of the device.
     """
 
     _table: CostTable
     _first_pieces_us: float = 0.0
+    _leads: bool = True
     _graphs_us: dict[tuple[GraphKey, int], float] = attrs.field(factory=dict, init=False, eq=False, repr=False)
     """`CostTable.replay_us` of the graphs and decode tokens that were asked for: the same come at every step"""
 
@@ -70,27 +72,29 @@ class StepCosts:
         if not more_us:
             return self
         table = attrs.evolve(self._table, host_eager=attrs.evolve(host, base_us=host.base_us + more_us))
-        return StepCosts(table, self._first_pieces_us)
+        return attrs.evolve(self, table=table)
 
     def at_host_speed(self, work_us: float | None) -> StepCosts:
         """The same on a host on which the fixed work takes so long, as `CostTable.at_host_speed`."""
         table = self._table.at_host_speed(work_us)
         if table is self._table:
             return self
-        return StepCosts(table, self._first_pieces_us * launching_takes(table.host_work_us / self._table.host_work_us))
+        slower = launching_takes(table.host_work_us / self._table.host_work_us)
+        return attrs.evolve(self, table=table, first_pieces_us=self._first_pieces_us * slower)
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes.
 
         Of halves beside each other the second waits until the first is launched: calibration launches ahead of the
-        device, so that its shares have nothing of that. (Decode steps that wait for their place beside a prompt are
-        staged before it and launched later; the device then idles for the staging, which is taken to be as long.)
+        device, so that its shares have nothing of that. Decode steps that wait for their place beside a prompt are
+        staged before it and launched later: the device idles for the staging alone. That is taken to add as much as
+        launching them before the prompt does, which is less than the launch takes, as they run meanwhile.
         """
-        return self._table.cost_by(self.launch_us, launches, numbers, leads=True)
+        return self._table.cost_by(self.launch_us, launches, numbers, leads=self._leads)
 
     def decodes_ready_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers, cycle_us: float) -> float:
         """`Costing.decodes_ready_us`."""
-        return self._table.decodes_ready_by(self.launch_us, launches, numbers, cycle_us)
+        return self._table.decodes_ready_by(self.launch_us, launches, numbers, cycle_us, leads=self._leads)
 
     def launch_us(self, launch: Launch, numbers: BatchNumbers) -> tuple[float, float]:
         """(device, host) time of one repeat of a launch."""

@@ -106,6 +106,9 @@ class Machine:
             costs = costs.new_sizes()
         if decision.launches[0].key is None:
             self._sizes.add(size)
+        alone = self.busy <= self.now
+        # Behind other work the host launches ahead of the device.
+        costs = attrs.evolve(costs, leads=alone)
         cost = costs.cost(decision.launches, inputs.numbers)
         if self._stalls and self._runs % self._stalls == 0:
             self.now += 50_000.0

@@ -290,7 +290,7 @@ def halves_us(form: str, steps: int) -> tuple[float, float]:
     # The prompt begins when the host has launched the first decode step, which then has that much less to do.
     shorter, longer = sorted((steps * FULL - HOST_FULL, PIECEWISE))
     whole = HOST_FULL + longer + OVERLAP * shorter + REST
-    return min(steps * (1 + OVERLAP) * FULL + REST, whole), whole
+    return min(HOST_FULL + (1 + OVERLAP) * (steps * FULL - HOST_FULL) + REST, whole), whole
 
 
 def serve(trace: Sequence[TraceRequest], policy: str, server: Server, seed: int) -> Served:

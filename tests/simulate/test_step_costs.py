@@ -169,6 +169,9 @@ def test_a_prompt_beside_waits_until_the_decode_half_is_launched(steps: int, spe
     costs = StepCosts(table).at_host_speed(10.0 * speed)
     assert costs.cost(halves, numbers).device_us == pytest.approx(expected)
     assert table.cost(halves, numbers).device_us == table.overlap_of(8).device_us(steps * decode, prompt)
+    # They are over after the lead at their own speed and the rest at half of it, if the step isn't before.
+    cycle = costs.cost(halves, numbers).cycle_us
+    assert costs.decodes_ready_us(halves, numbers, cycle) == pytest.approx(min(lead + 2 * left, cycle))
     in_turn = halves[0], attrs.evolve(halves[1], stream=0)
     assert costs.cost(in_turn, numbers).device_us == pytest.approx(steps * decode + prompt)
 
