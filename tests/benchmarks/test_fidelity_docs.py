@@ -38,6 +38,8 @@ CLAUSE = ("rate-2-sixteenth", "small24-eleventh", "small24-twelfth")
 """Those whose cells are of the regimes that the profile has at its own host speed: since 13:18 on 2026-11-29"""
 LEAD = "-with-lead"
 """What names end in of the two before, in whose simulation a prompt waited for nothing beside decode steps"""
+UNLED = "-without-lead"
+"""What the third's does by such a simulation"""
 ALONE = "-before"
 """What their names end in by the three before alone"""
 ELSEWHERE = {"h100-dsv2lite": "DeepSeek-V2-Lite, H100"}
@@ -382,6 +384,10 @@ def test_what_the_short_page_says_first_is_so() -> None:
     assert all(holds(name) for name in latest)
     assert {*by_the_clause(LATEST["dsv2lite"]).values()} == {("yes",)}
     assert f"have every median within {max(latencies_off(*latest)):.1%}. The first and the last are" in page
+    bound = [name for name in AROUND if any(judged(row, read(name))[0] == "no" and key[1] == "host-bound"
+                                            for key, row in rows_of(name).items())]  # fmt: skip
+    assert bound == ["small24-eleventh"]
+    assert "cells that the host bounds hold by first turns in seven; the small model's eleventh is over" in page
     assert f"**Qwen2.5-0.5B's shape, in {counts[0]} runs of {counts[1]}, and a small model" in README
     assert f"bounds, in {counts[4]} of {counts[5]}**" in README
     assert f"**DeepSeek-V2-Lite's shape, in {counts[2]} runs of {counts[3]}**, its latest two" in README
@@ -451,7 +457,7 @@ def test_the_short_page_tells_the_latest() -> None:
 
 def host_bound_again(name: str) -> dict[str, Any]:
     """PIECEWISE steps by those of their repeats that the host bounded."""
-    rows = read(name)["measured_again"]["all policies"]
+    rows = json.loads(path_of(name).read_text(encoding="utf-8"))["measured_again"]["all policies"]
     [found] = [each for each in rows if key_of(each) == ("piecewise", "host-bound") and each["host"] == "any"]
     assert found["host_bound_share"] == 1.0
     assert LEAST_REPEATS == 3
@@ -607,7 +613,7 @@ def test_the_short_page_tells_the_latest_of_the_small_qwen_and_of_the_small_mode
         for key, row in rows_of(name).items()
         if key not in modes and row["steps"] > FEW
     ]
-    assert f"All else is within {max(others):.1%} by single steps" in page
+    assert f"All else that is judged is within {max(others):.1%} by single steps" in page
     (eager, pieces), (eager_too, pieces_too) = (slow_again(name) for name in (small, tiny))
     told = f"EAGER is {eager['error'] * 100:.1f} and {eager_too['error']:.1%} off in these two, and PIECEWISE that the "
     told += f"host bounds just then {pieces['error'] * 100:.1f} and {pieces_too['error']:.1%}."
@@ -651,11 +657,17 @@ def test_the_short_page_tells_the_small_models_runs_that_do_not_hold() -> None:
     assert [key for key, row in rows.items() if judged(row, read(name))[0] != "yes"] == [pieces, split]
     assert [key for key, row in lead.items() if judged(row, read(name + LEAD))[0] != "yes"] == [pieces]
     told = f"PIECEWISE that the host bounds is {ran_again(read(name), *pieces)[1]:.1%} off by repeats, and decode "
-    assert f"{told}steps beside a prompt {rows[split]['error']:.1%}, because" in page
+    assert f"{told}steps beside a prompt {rows[split]['error']:.1%}, in part because" in page
     few = rows_of(LATEST["small24"])[split]
     assert few["steps"] == 3
-    told = f"they are {lead[split]['error']:.1%} off, looking back. In the twelfth, by that, there are three such "
-    assert f"{told}steps, {few['error']:.1%} off, which are too few to judge" in page
+    told = (
+        f"they are {lead[split]['error']:.1%} off, looking back, and {by_own_speed(name + LEAD)[split]['error']:.1%} "
+    )
+    told += (
+        f"in both turns. In the twelfth, by that, there are three such steps, {few['error']:.1%} off, which are too "
+    )
+    before = by_own_speed(LATEST["small24"] + UNLED, "first_turns")[split]["error"]
+    assert f"{told}few to judge ({before:.1%} without it)" in page
     biases = [row[split]["bias"] for row in (rows, later_of(name))]
     told = f"the table is too slow for its pieces, by {rows[pieces]['bias']:.0%} in the first turn, and decode steps "
     assert f"{told}beside a prompt were simulated {-biases[0] * 100:.0f} and {-biases[1]:.0%} too quick" in page
@@ -1384,7 +1396,15 @@ def test_figures_of_the_small_qwens_sixteenth_in_the_text() -> None:
     told += "pair is ranked wrongly; by time a token and by all steps `vllm` and `piecewise` aren't ranked, as "
     assert f"{told}`piecewise`'s turns are {apart:.1%} apart" in page
     assert ranked(name).startswith("as measured")
-    assert told_of_slow_cores(name) in page
+    bound_again = host_bound_again(name)
+    told = f"{told_of_slow_cores(name)}. The middle of all repeats that the host bounded just then is "
+    assert (
+        f"{told}{bound_again['error']:.1%} off ({bound_again['steps']:,} steps, bias {bound_again['bias']:+.1%})"
+        in page
+    )
+    every = by_own_speed(name)
+    told = f"In both turns PIECEWISE is {every[bound]['error']:.1%} off singly where the host bounds it and "
+    assert f"{told}{every[middle]['error']:.1%} in the middle" in page
     before = json.loads(path_of(name).read_text(encoding="utf-8"))
     old = {key_of(each): judged(each, before) for each in before["policies"]["all policies"] if each["regime"] != "all"}
     few = ("split/decodes_beside", "host-bound")
@@ -1404,7 +1424,12 @@ def test_figures_of_the_small_qwens_sixteenth_in_the_text() -> None:
     split, saturated = ("split", "middle"), ("split", "saturated")
     lead = rows_of(name + LEAD)
     told = f"SPLIT is {lead[split]['error']:.1%} off in the middle for {rows[split]['error']:.1%} and "
-    assert f"{told}{lead[saturated]['error']:.1%} saturated for {rows[saturated]['error']:.1%}" in page
+    told += f"{lead[saturated]['error']:.1%} saturated for {rows[saturated]['error']:.1%} (bias "
+    told += f"{lead[split]['bias'] * 100:+.1f} and {lead[saturated]['bias']:+.1%} for {rows[split]['bias'] * 100:+.1f} "
+    both = [ran_again(read(each), "split/decodes_beside", "saturated") for each in (name + LEAD, name)]
+    assert {share_again * rows[saturated]["steps"] for share_again, _ in both} == {16.0}
+    told += f"and {rows[saturated]['bias']:+.1%}; the 16 saturated ones that ran again {both[0][1]:.1%} for "
+    assert f"{told}{both[1][1]:.1%})" in page
     assert verdicts(name + LEAD) == verdicts(name)
 
 
@@ -1456,7 +1481,10 @@ def test_figures_of_the_small_models_twelfth_in_the_text() -> None:
     few, every = rows["split", "middle"], by_own_speed(name)["split", "middle"]
     assert (few["steps"], every["steps"]) == (3, 7)
     told = f"FULL is {rows['full', 'middle']['error']:.1%} off. `auto` ran three steps in halves, {few['error']:.1%} "
-    assert f"{told}off, which is too few to judge; of both turns they are seven, {every['error']:.1%} off" in page
+    told += f"off, which is too few to judge; of both turns they are seven, {every['error']:.1%} off (bias "
+    unled = [by_own_speed(name + UNLED, turns)["split", "middle"]["error"] for turns in ("first_turns", "all_turns")]
+    told += f"{every['bias']:+.1%}). Without the wait they were {unled[0] * 100:.1f} and {unled[1]:.1%} off"
+    assert told in page
     apart = read(name)["served"]["policies"]["piecewise"]["ttft_p50_ms"]["apart"]
     told = f"Medians are within {max(latencies_off(name)):.1%}. No pair is ranked wrongly; TTFT p50 of `auto` and "
     assert f"{told}`piecewise` isn't ranked, as `piecewise`'s turns are {apart:.1%} apart" in page

@@ -26,7 +26,7 @@ FILES = {
 }  # fmt: skip
 
 
-WORDS = ["No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten"]
+WORDS = ["No", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten", "Eleven"]
 
 
 def ratios(figure, policy="auto", **of):
