@@ -401,7 +401,7 @@ class SimulatedDevice:
         ), ReadyAt(cycle_us)
 
     def _cycle_us(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> float:
-        """`CostTable.cost`, with what a decode graph costs apart from its KV worked out once a graph."""
+        """`CostTable.cost` of one host, with what a decode graph costs apart from its KV worked out once a graph."""
         if len(launches) != 1 or launches[0].key is None or numbers.num_prefills:
             return self.costs.cost_by(self.costs.launch_us, launches, numbers, leads=True).cycle_us
         prepared = self._dense_us.get(launches[0])

@@ -42,6 +42,11 @@ def told(**effects: Any) -> CostTable:
     return attrs.evolve(TABLE, effects=StepEffects(**effects))
 
 
+def ahead(table: CostTable) -> StepCosts:
+    """On a host that launches ahead of the device, as calibration has it."""
+    return attrs.evolve(StepCosts(table), leads=False)
+
+
 def device_us(costs: StepCosts | CostTable, launches: tuple[Launch, ...], rows: int) -> float:
     return costs.cost(launches, BatchShape.decode(rows).numbers).device_us
 
@@ -111,7 +116,8 @@ def test_one_decode_row_beside_a_prompt_has_its_own_share() -> None:
     launches = Launch(Rows.DECODE, FULL[0].key), Launch(Rows.PREFILL, PIECES[0].key, 1)
     numbers = BatchShape(decodes=[(1, 1)], prefills=[(30, 0)], decode_kv_tokens=10, max_kv_len=30).numbers
     halves = [table.launch_us(launch, numbers)[0] for launch in launches]
-    assert table.cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.3 * min(halves))
+    for costs in (table, ahead(table)):
+        assert costs.cost(launches, numbers).device_us == pytest.approx(max(halves) + 0.3 * min(halves))
     assert TABLE.overlap_of(1) == Overlap.of(0.6)
 
 
@@ -131,7 +137,8 @@ def test_many_decode_rows_and_slowdowns_have_their_own_too() -> None:
     numbers = BatchShape(decodes=[(1, 16)], prefills=[(30, 0)], decode_kv_tokens=160, max_kv_len=30).numbers
     launches = Launch(Rows.DECODE, FULL[0].key), Launch(Rows.PREFILL, PIECES[0].key, 1)
     halves = [table.launch_us(launch, numbers)[0] for launch in launches]
-    assert table.cost(launches, numbers).device_us == pytest.approx(Overlap.of(0.7, 1.7).device_us(*halves))
+    for costs in (table, ahead(table)):
+        assert costs.cost(launches, numbers).device_us == pytest.approx(Overlap.of(0.7, 1.7).device_us(*halves))
 
 
 def test_decode_steps_that_outlast_a_short_prompt_pay_less() -> None:
@@ -145,33 +152,36 @@ def test_decode_steps_that_outlast_a_short_prompt_pay_less() -> None:
         launches = Launch(Rows.DECODE, FULL[0].key, repeat=steps), Launch(Rows.PREFILL, PIECES[0].key, 1)
         decode, prompt = (table.launch_us(launch, numbers)[0] for launch in launches)
         expected = max(prompt + long.cost * steps * decode, steps * decode + 0.25 * long.outlasted * prompt)
-        assert table.cost(launches, numbers).device_us == pytest.approx(expected)
+        for costs in (table, ahead(table)):
+            assert costs.cost(launches, numbers).device_us == pytest.approx(expected)
     # Where both together take longer than in turn, two speeds don't tell, and it says nothing.
     assert attrs.evolve(table, overlap_cost=1.5).overlap_of(8, 64) == Overlap.of(1.5, 1.8)
     assert told().effects.outlasted_at(5) == 1.0
 
 
 @pytest.mark.parametrize("steps", [1, 3, 40])
-@pytest.mark.parametrize("speed", [1.0, 2.0])
+@pytest.mark.parametrize("speed", [1.0, 2.0, 60.0])
 def test_a_prompt_beside_waits_until_the_decode_half_is_launched(steps: int, speed: float) -> None:
     """By hand: one repeat's launch of the host's 44 us goes by with the decode steps alone on the device.
 
-    On a host half as fast it takes 1.85 times as long; in turn nobody waits for it; and decisions don't count it.
+    On a host half as fast it takes 1.85 times as long, and on a very slow one longer than a decode step; in turn nobody
+    waits for it; and decisions don't count it.
     """
     table = attrs.evolve(TABLE, decode_slowdown=2.0, host_work_us=10.0)
     halves = Launch(Rows.DECODE, FULL[0].key, repeat=steps), Launch(Rows.PREFILL, PIECES[0].key, 1)
     numbers = BatchShape(decodes=[(1, 8)], prefills=[(64, 0)], decode_kv_tokens=80, max_kv_len=64).numbers
     decode, prompt = (table.launch_us(launch, numbers)[0] for launch in halves)
-    lead = 44.0 * (1.85 if speed == 2.0 else 1.0)
+    lead = 44.0 * (1 + 0.85 * (speed - 1))
     # At a cost of 0.6 and a slowdown of 2 the prompt goes on at 0.7 of its speed and the decode steps at half.
-    left = steps * decode - lead
+    left = max(steps * decode - lead, 0.0)
     expected = lead + max(prompt + 0.6 * left, left + prompt * 0.5 / 0.7)
     costs = StepCosts(table).at_host_speed(10.0 * speed)
     assert costs.cost(halves, numbers).device_us == pytest.approx(expected)
     assert table.cost(halves, numbers).device_us == table.overlap_of(8).device_us(steps * decode, prompt)
     # They are over after the lead at their own speed and the rest at half of it, if the step isn't before.
     cycle = costs.cost(halves, numbers).cycle_us
-    assert costs.decodes_ready_us(halves, numbers, cycle) == pytest.approx(min(lead + 2 * left, cycle))
+    ready = max(min(lead, steps * decode) + 2 * left, steps * lead)
+    assert costs.decodes_ready_us(halves, numbers, cycle) == pytest.approx(min(ready, cycle))
     in_turn = halves[0], attrs.evolve(halves[1], stream=0)
     assert costs.cost(in_turn, numbers).device_us == pytest.approx(steps * decode + prompt)
 
