@@ -54,7 +54,7 @@ from benchmarks.fidelity_again import (
     side_by_side,
     steps_again,
 )
-from benchmarks.fidelity_served import Turns, latencies, requests_of
+from benchmarks.fidelity_served import Turns, forecasts, latencies, outside, requests_of
 from benchmarks.fidelity_turns import figure, figures_of, not_shown, ranked_wrong, ranking, ties
 from kpolicy.costs import CostTable
 from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
@@ -176,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong, unsure = ranked_wrong(per_token), not_shown(per_token)
     print("ranking by time a token:", wrong or "as measured", *(f", {each} not shown" for each in unsure))
     served: dict[str, Any] = {}
+    of_run: dict[str, Any] = {}
     if arguments.run is not None:
         run = json.loads(arguments.run.read_text())
         requests = requests_of(run, arguments.trace, arguments.start, arguments.window)
@@ -190,6 +191,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                     part.get("replayed", ""),
                 )  # fmt: skip
         print("ranking by latency:", *(f"{key} {served[key]}" for key in ("ranked_wrong", "not_shown", "tie")))
+        of_run = {
+            "setting": run["setting"],
+            "scheduler_us": {
+                policy: [[round(us, 2) for us in outside(each)] for each in run["policies"] if each["policy"] == policy]
+                for policy in found
+            },
+            "forecasts": forecasts(run, requests, profile.costs, logs),
+        }
+        for knows, forecast in of_run["forecasts"].items():
+            print(f"told {knows} of the run:", *(
+                f"{policy} " + " ".join(f"{name} {each[name]['simulated']:,.2f} ({each[name]['error']:+.1%})"
+                                        for name in figures_of(each))
+                for policy, each in forecast["policies"].items()
+            ), f"ranked wrongly {forecast['ranked_wrong']}", sep="\n  ")  # fmt: skip
     if arguments.date:
         result = RESULT.with_stem(f"{RESULT.stem}-{arguments.name}") if arguments.name else RESULT
         written = {
@@ -223,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "tie": ties(per_token),
             "not_shown": unsure,
             "served": served,
+            **of_run,
         }
         result.write_text(json.dumps(written, indent=2) + "\n")
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.fidelity_turns import figure, of_turns
+from benchmarks.fidelity_turns import figure, figures_of, of_turns, ranking
 from benchmarks.objectives import objective_of
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
@@ -25,6 +25,8 @@ from kpolicy.simulate.percentiles import Percentiles
 from kpolicy.simulate.queue import Queue
 from kpolicy.simulate.requests import Request, in_order
 
+ALL, SCHEDULER, NOTHING = "the host's speed and the scheduler's time", "the scheduler's time", "nothing"
+"""What a simulation knows of the run besides its arrivals: the latter two are forecasts"""
 Turns = Mapping[str, Sequence[Sequence[StepEntry]]]
 """By policy, the steps of each of its turns"""
 _COUNTS = BatchNumbers._fields.index("max_query_len")
@@ -117,7 +119,9 @@ def host_speeds(entries: Sequence[StepEntry], ends: Sequence[float], costs: Cost
     return HostSpeeds(zip(accumulate(times, max), works, strict=True))
 
 
-def latencies(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns) -> dict[str, Any]:
+def latencies(
+    run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns, knows: str = ALL
+) -> dict[str, Any]:  # fmt: skip
     """By policy, what the run measured and what simulating its arrivals gives; see `latencies_of` and `of_turns`.
 
     Args:
@@ -125,6 +129,7 @@ def latencies(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turn
         requests: what it served.
         costs: the profile's.
         logs: each policy's steps by turn, beside which the host's speed may be noted.
+        knows: what the simulation is told of the run.
 
     Raises:
         ConfigError: a policy's logs aren't those of its turns.
@@ -141,13 +146,13 @@ def latencies(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turn
                     f"the run {', '.join(map(str, of_it))}. Give the log of each turn, in the order of the turns."
                 )
             before, entries = list(given[: len(turns)]), given[len(turns)]
-        turns.append(latencies_of(run["setting"], each, requests, costs, entries, before))
+        turns.append(latencies_of(run["setting"], each, requests, costs, entries, before, knows))
     return {policy: of_turns(turns) for policy, turns in found.items()}
 
 
 def latencies_of(
     setting: dict[str, Any], each: dict[str, Any], requests: Trace, costs: CostTable,
-    entries: Sequence[StepEntry] | None, before: Sequence[Sequence[StepEntry]] = (),
+    entries: Sequence[StepEntry] | None, before: Sequence[Sequence[StepEntry]] = (), knows: str = ALL,
 ) -> dict[str, Any]:  # fmt: skip
     """What a policy's turn measured and what simulating its arrivals gives: milliseconds and their error; steps.
 
@@ -158,12 +163,13 @@ def latencies_of(
         costs: the profile's.
         entries: the turn's steps; None where there is no log of it.
         before: those of the policy's turns before.
+        knows: what the simulation is told of the run.
 
-    With a log also "replayed", and the mean of the fixed work's times that it notes, "host_work_us".
+    With a log, and told all, also "replayed", and the mean of the fixed work's times that it notes, "host_work_us".
     """
     claims = Claims.at_level(setting["attention"].partition(",")[0])
     settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
-    scheduler_us, scheduler_prompt_us = outside(each)
+    scheduler_us, scheduler_prompt_us = (0.0, 0.0) if knows == NOTHING else outside(each)
     # Runs before the fact was told were decided without it.
     tail = any(GAP_TAIL_US in entry.shape.facts for entry in entries or ())
     server = Server(
@@ -172,7 +178,7 @@ def latencies_of(
     )  # fmt: skip
     speeds = None
     told: dict[str, Any] = {}
-    if entries is not None:
+    if entries is not None and knows == ALL:
         told["replayed"], ends = replayed(entries, setting, each, requests)
         speeds = host_speeds(entries, ends, costs)
         noted = [entry.host_work_us for entry in entries if entry.host_work_us]
@@ -182,7 +188,7 @@ def latencies_of(
         requests, each["policy"], server=server, costs=costs, attention=claims, host_speed=speeds,
         eager_sizes=eager_sizes(chain(*before)), objective=objective_of(setting),
     )  # fmt: skip
-    # Both sides have the scheduler's own time, a step's and the run's.
+    # Both sides have the scheduler's own time, a step's and the run's, but where the simulation isn't told it.
     pairs = {
         "ttft_p50_ms": (each["ttft_us"][0], simulated.ttft.p50),
         "gap_p50_ms": (each["gap_us"][0], simulated.gap.p50),
@@ -191,3 +197,16 @@ def latencies_of(
     }
     figures = {name: figure([measured / 1e3], [expected / 1e3]) for name, (measured, expected) in pairs.items()}
     return figures | {"steps": {"measured": each["steps"], "simulated": simulated.steps}} | told
+
+
+def forecasts(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns) -> dict[str, Any]:
+    """By what a simulation is told of the run, latencies and rankings where the host is as fast as in the profile.
+
+    The arguments are those of `latencies`. `kpolicy simulate` that is given a profile alone is told nothing.
+    """
+    found = {}
+    for knows in (SCHEDULER, NOTHING):
+        policies = latencies(run, requests, costs, logs, knows)
+        brief = {policy: {key: each[key] for key in figures_of(each)} for policy, each in policies.items()}
+        found[knows] = {"policies": brief, **ranking(policies)}
+    return found

@@ -13,7 +13,7 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, specs_of, whole
-from kpolicy.cli.render import console, grid, print_json, say, show, told_after
+from kpolicy.cli.render import console, counted, grid, print_json, say, show, told_after
 from kpolicy.cli.render_simulation import COLD
 from kpolicy.cli.requests import errors_of, read_each
 from kpolicy.cli.serving_options import Served
@@ -154,9 +154,10 @@ def sweep_command(
     wrong += [] if plot is None else unwritten(partial(draw, points, metric, plot))
     with told_after(wrong):
         if json:
-            print_json({"cases": lines, "pareto": [point.case for point in points if point.on_front]})
+            front = [point.case for point in points if point.on_front]
+            print_json({"cases": lines, "pareto": front, "dropped": _dropped(common.traces)})
         else:
-            _render(lines, points, metric)
+            _render(lines, points, metric, _dropped(common.traces))
     return 1 if wrong else 0
 
 
@@ -166,17 +167,34 @@ def _told(line: Mapping[str, Any], traces: Mapping[str, Trace | FailedTrace]) ->
     return isinstance(trace, FailedTrace) and trace.error == line["error"]
 
 
-def _render(lines: Sequence[dict[str, Any]], points: Sequence[Point], metric: str) -> None:
+def _dropped(traces: Mapping[str, Trace | FailedTrace]) -> dict[str, dict[str, int]]:
+    """By trace, the rows that were left out on reading, by reason; traces that lost none aren't there."""
+    return {
+        name: dict(trace.dropped)
+        for name, trace in traces.items()
+        if not isinstance(trace, FailedTrace) and trace.dropped
+    }
+
+
+def _render(
+    lines: Sequence[dict[str, Any]], points: Sequence[Point], metric: str, dropped: Mapping[str, Mapping[str, int]]
+) -> None:
     """The table of all cases, and what to know of them."""
     out = console()
     show(_table(lines, {id(point.line) for point in points if point.on_front}), out)
     for line in _notes(lines, points, metric):
         say(out, line)
+    for name, counts in dropped.items():
+        say(out, f"rows of {name} that were dropped: {counted(counts)}")
 
 
 def _notes(lines: Sequence[dict[str, Any]], points: Sequence[Point], metric: str) -> Iterator[str]:
     results = [line["result"] for line in lines if "result" in line]
     yield f"* nothing else of its trace, rate and costs has less graph memory and a lower {METRICS[metric][0]}"
+    back = [result["refused"] for result in results if result["refused"]]
+    if back:
+        most = max(back, key=lambda counts: sum(counts.values()))
+        yield f"{_have(back)} requests handed back, up to {counted(most)}"
     waited = max((result["started_after_s"] for result in results), default=0.0)
     if waited:
         yield f"the first request waited up to {waited:,.1f} s for captures, and others behind it {COLD}"

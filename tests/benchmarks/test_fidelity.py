@@ -12,7 +12,16 @@ import pytest
 
 from benchmarks import fidelity
 from benchmarks.fidelity_again import cells_again, check_probe, measured_again
-from benchmarks.fidelity_served import host_speeds, latencies, latencies_of, outside, replayed
+from benchmarks.fidelity_served import (
+    NOTHING,
+    SCHEDULER,
+    forecasts,
+    host_speeds,
+    latencies,
+    latencies_of,
+    outside,
+    replayed,
+)
 from benchmarks.objectives import objective_of
 from kpolicy.costs import CostTable, HostCost, analytic_costs
 from kpolicy.errors import ConfigError, ProfileError
@@ -120,7 +129,15 @@ def test_a_host_that_was_slow_for_a_while_is_simulated_so() -> None:
     assert max(errors(entries)) < 0.01
     mean = sum(each.host_work_us or 0.0 for each in entries) / len(entries)
     assert max(errors([attrs.evolve(each, host_work_us=mean) for each in entries])) > 0.05
-    assert max(errors([attrs.evolve(each, host_work_us=None) for each in entries])) > 0.05
+    unnoted = [attrs.evolve(each, host_work_us=None) for each in entries]
+    assert max(errors(unnoted)) > 0.05
+    # A forecast knows nothing of it, and where nothing at all is told steps are shorter by the scheduler's time too.
+    made = forecasts(printed, TRACE, costs, {"auto": [entries]})
+    told, untold = (made[knows]["policies"]["auto"] for knows in (SCHEDULER, NOTHING))
+    blind = latencies(printed, TRACE, costs, {"auto": [unnoted]})["auto"]
+    assert told == {name: blind[name] for name in told}
+    assert untold["busy_ms"]["simulated"] < told["busy_ms"]["simulated"] - 0.8 * STEP_US * served["steps"] / 1e3
+    assert "replayed" not in told
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,17 @@ import pytest
 
 from benchmarks.fidelity import RESULT
 from benchmarks.fidelity_turns import SIDES, figure
+from kpolicy.attention import Claims
 from kpolicy.middle_profile import middle
 from kpolicy.profiles import load_profile
+from kpolicy.scheduling.traces import read_trace
 from kpolicy.schemas import Profile, read_profile
+from kpolicy.settings import Objective, Settings
+from kpolicy.simulate import Server, simulate
 from kpolicy.simulate.repeats import LEAST_REPEATS
 
 DOCS = Path(__file__).parents[2] / "docs"
+TRACE = Path(__file__).parents[3] / "shared" / "traces" / "azure_llm_2023_code.csv"
 DOC = (DOCS / "measured_fidelity.md").read_text(encoding="utf-8").splitlines()
 SHORT = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
 SIMULATE = (DOCS / "simulate.md").read_text(encoding="utf-8").splitlines()
@@ -691,6 +696,79 @@ def test_the_short_page_tells_the_sixteenth_the_thirteenth_and_the_small_qwens_t
     told = f"whose three calibrations are {max(alone) / min(alone) - 1:.0%} apart, is right for the first turn's EAGER "
     told += f"steps together ({rows_of(name)[bound]['bias']:+.1%}) and {-later_of(name)[bound]['bias']:.1%} too quick"
     assert f"{told} for the second's and {-again['bias']:.1%} for the repeats" in page
+
+
+FORECAST = "-forecast"
+"""What names end in of runs by the calibrations before them and by the code of today, with forecasts"""
+
+
+def forecast_rows() -> list[str]:
+    """By run and by what a simulation is told of it: the largest errors, whose they are, and wrong rankings."""
+    lines = []
+    for name in CLAUSE:
+        for i, (knows, found) in enumerate(read(name + FORECAST)["forecasts"].items()):
+            cells = ["" if i else label(name), knows]
+            for key in ("ttft_p50_ms", "gap_p50_ms"):
+                policy, worst = max(found["policies"].items(), key=lambda each: abs(each[1][key]["error"]))
+                off = abs(worst[key]["error"])
+                cells.append(f"{f'**{off:.1%}**' if off > MOST_LATENCY else f'{off:.1%}'} (`{policy}`)")
+            wrong = [words for key, words in FIGURES.items() if found["ranked_wrong"][key]]
+            lines.append(line_of([*cells, f"wrongly by {', '.join(wrong)}" if wrong else "as measured"]))
+    return lines
+
+
+def test_what_a_simulation_forecasts() -> None:
+    """Every row, and what the pages say of the largest errors and of the one pair that is ranked wrongly."""
+    rows = forecast_rows()
+    assert table_of(rows[0], SHORT) == (5, rows)
+    found = [each for name in CLAUSE for each in read(name + FORECAST)["forecasts"].values()]
+    ttft, gap = (
+        max(abs(policy[key]["error"]) for each in found for policy in each["policies"].values())
+        for key in ("ttft_p50_ms", "gap_p50_ms")
+    )
+    page, simulate = (" ".join(" ".join(each).split()) for each in (SHORT, SIMULATE))
+    assert f"**On a busy host that is up to {ttft:.1%} off in TTFT and {gap:.1%} in gaps**" in page
+    wrong = [
+        (tuple(pair), max(sides) / min(sides) - 1)
+        for each in found
+        for key, pairs in each["ranked_wrong"].items()
+        for pair in pairs
+        for sides in [[each["policies"][policy][key]["measured"] for policy in pair]]
+    ]
+    assert len({pair for pair, _ in wrong}) == 1
+    apart = max(each for _, each in wrong)
+    assert f"The order of policies stands, but for one pair {apart:.1%} apart" in page
+    assert f"medians are up to {ttft:.1%} off on busy hosts" in page
+    assert f"medians there are up to {ttft:.1%} off, in the order measured but for one pair {apart:.1%} apart" in README
+    assert f"medians were up to {ttft:.1%} off" in simulate
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the traces lie beside the repository and aren't here")
+def test_what_a_simulation_forecasts_on_quick_hosts() -> None:
+    """By the published profiles of two runs, told nothing: worked out here, with the settings of the others."""
+    setting = read(CLAUSE[0] + FORECAST)["setting"]
+    errors: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, window_s, rate in (("dsv2lite-eighteenth", 20, 0.7), ("rate-2-fifteenth", 30, 2.0)):
+        trace = read_trace(TRACE).window(600, window_s).limited(setting["max_model_len"]).scaled(rate)
+        costs = read_profile(path_of(name + ALONE, "-profile")).costs
+        server = Server(
+            settings=Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"]),
+            kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True, kv_bytes_per_token=None,
+        )  # fmt: skip
+        for policy, measured in read(name)["served"]["policies"].items():
+            result = simulate(
+                trace, policy, server=server, costs=costs, attention=Claims.at_level("mixed"), objective=Objective()
+            )
+            errors.setdefault(name, {})[policy] = (
+                result.ttft.p50 / 1e3 / measured["ttft_p50_ms"]["measured"] - 1,
+                result.gap.p50 / 1e3 / measured["gap_p50_ms"]["measured"] - 1,
+            )
+    lite, small = errors.values()
+    (late, _), others = small["vllm"], [ttft for policy, (ttft, _) in small.items() if policy != "vllm"]
+    told = f"DeepSeek-V2-Lite's eighteenth is within {max(abs(ttft) for ttft, _ in lite.values()):.1%} in TTFT and "
+    told += f"{max(abs(gap) for _, gap in lite.values()):.1%} in gaps, the 0.5B's fifteenth within "
+    told += f"{max(map(abs, others)) * 100:.1f} and {max(abs(gap) for _, gap in small.values()):.1%} but for `vllm`'s "
+    assert f"{told}TTFT, {-late:.1%} short" in " ".join(" ".join(SHORT).split())
 
 
 ELSEWHERE_MADE = {

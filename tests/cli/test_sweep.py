@@ -128,9 +128,27 @@ def test_a_trace_of_which_nothing_is_served(kpolicy: Command, tmp_path: Path) ->
     assert ended.code == 0, ended.err
     (row,) = (line for line in ended.out.splitlines() if line.startswith("eager"))
     assert row.split()[:5] == ["eager", "-", "-", "-", "-"]
+    assert "1 case has requests handed back, up to 1 over_kv_capacity" in ended.out
+    assert "dropped" not in ended.out
     told = kpolicy("sweep", long, "--policy", "eager", "--jobs", 1, "--json").json
     assert told["pareto"] == []
     assert told["cases"][0]["result"]["refused"] == {"over_kv_capacity": 1}
+
+
+def test_rows_that_a_trace_lost_are_told(kpolicy: Command, tmp_path: Path) -> None:
+    """By trace, in words and as JSON; one that lost none isn't named."""
+    head = "timestamp,input_length,output_length"
+    whole = write(tmp_path / "whole.csv", head, "0,10,3")
+    short = write(tmp_path / "short.csv", head, "0,10,3", "1,0,3", "2,0,4", "3,9,2")
+    ended = kpolicy("sweep", whole, short, "--policy", "eager", "--jobs", 1)
+    assert ended.code == 0, ended.err
+    [line] = [line for line in ended.out.splitlines() if "dropped" in line]
+    [(reason, count)] = (
+        kpolicy("sweep", whole, short, "--policy", "eager", "--json").json["dropped"]["short.csv"].items()
+    )
+    assert count == 2
+    assert line == f"rows of short.csv that were dropped: 2 {reason}"
+    assert kpolicy("sweep", whole, "--policy", "eager", "--json").json["dropped"] == {}
 
 
 def test_sizes_outside_the_table_are_told(kpolicy: Command, tmp_path: Path) -> None:
