@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{policy} " + " ".join(f"{name} {each[name]['simulated']:,.2f} ({each[name]['error']:+.1%})"
                                         for name in figures_of(each))
                 for policy, each in forecast["policies"].items()
-            ), f"ranked wrongly {forecast['ranked_wrong']}", sep="\n  ")  # fmt: skip
+            ), f"ranked wrongly {forecast['ranked_wrong']}, not shown {forecast['not_shown']}", sep="\n  ")  # fmt: skip
     if arguments.date:
         result = RESULT.with_stem(f"{RESULT.stem}-{arguments.name}") if arguments.name else RESULT
         written = {

@@ -186,7 +186,7 @@ def latencies_of(
             told["host_work_us"] = round(fmean(noted), 3)
     simulated = simulate(
         requests, each["policy"], server=server, costs=costs, attention=claims, host_speed=speeds,
-        eager_sizes=eager_sizes(chain(*before)), objective=objective_of(setting),
+        eager_sizes=eager_sizes(chain(*before)) if knows == ALL else (), objective=objective_of(setting),
     )  # fmt: skip
     # Both sides have the scheduler's own time, a step's and the run's, but where the simulation isn't told it.
     pairs = {
@@ -202,7 +202,8 @@ def latencies_of(
 def forecasts(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns) -> dict[str, Any]:
     """By what a simulation is told of the run, latencies and rankings where the host is as fast as in the profile.
 
-    The arguments are those of `latencies`. `kpolicy simulate` that is given a profile alone is told nothing.
+    The arguments are those of `latencies`. Told nothing is what `kpolicy simulate` with a profile alone is. Which eager
+    sizes ran in turns before isn't told either.
     """
     found = {}
     for knows in (SCHEDULER, NOTHING):
