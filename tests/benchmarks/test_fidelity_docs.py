@@ -622,6 +622,13 @@ def test_the_short_page_tells_the_latest_of_the_small_qwen_and_of_the_small_mode
         if key not in modes and row["steps"] > FEW
     ]
     assert f"All else that is judged is within {max(others):.1%} by single steps" in page
+    at_speed = [
+        max(row["at_speed_error"] for row in by_own_speed(name).values() if row["at_speed_steps"] > FEW)
+        for name in (small, LATEST["dsv2lite"], tiny)
+    ]
+    told = f"in both turns, single steps of every cell are within {at_speed[0]:.1%} (0.5B), {at_speed[1]:.1%} "
+    assert f"{told}(DeepSeek-V2-Lite) and {at_speed[2]:.1%} (small)" in page
+    assert f"in a tenth of the profile's speed single steps of every cell are within {max(at_speed):.1%}" in README
     (eager, pieces), (eager_too, pieces_too) = (slow_again(name) for name in (small, tiny))
     told = f"EAGER is {eager['error'] * 100:.1f} and {eager_too['error']:.1%} off in these two, and PIECEWISE that the "
     told += f"host bounds just then {pieces['error'] * 100:.1f} and {pieces_too['error']:.1%}."

@@ -328,7 +328,7 @@ def test_how_near_simulations_are() -> None:
         for row in read(f"fidelity-h200-{run}.json")["measured_again"]["all policies"]
         if row["host"] == "slow" and row["regime"] == "host-bound"
     ]
-    told = f"By single steps EAGER and PIECEWISE are {min(singly) * 100:.1f} to {max(singly):.1%} off there, and while "
+    told = f"over all EAGER and PIECEWISE are {min(singly) * 100:.1f} to {max(singly):.1%} off singly there, and while "
     assert f"{told}a core is slow {min(slow) * 100:.1f} to {max(slow):.1%} by repeats" in WORDS
     latest = [read(f"fidelity-h200-{run}.json") for run in (*LATEST.values(), "dsv2lite-eighteenth")]
     figures = [
