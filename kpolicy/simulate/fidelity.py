@@ -16,6 +16,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.host_speed import felt
 from kpolicy.schemas import StepEntry, StepLaunch
 from kpolicy.simulate.host_state import HostState
+from kpolicy.simulate.step_costs import StepCosts
 
 __all__ = [
     "REGIMES",
@@ -90,7 +91,7 @@ def expected_cost(entry: StepEntry, costs: CostTable) -> Cost:
     """What the table says that the step took by itself, at the host speed noted inside it, or else beside it."""
     launches = tuple(_launch(entry, each) for each in entry.launches)
     work_us = costs.host_work_of(entry.host_work_inside_us) or entry.host_work_us
-    return costs.at_host_speed(work_us).cost(launches, entry.shape.numbers)
+    return StepCosts(costs.at_host_speed(work_us)).cost(launches, entry.shape.numbers)
 
 
 def expected_costs(entries: Sequence[StepEntry], costs: CostTable, before: Sequence[StepEntry] = ()) -> list[Cost]:
