@@ -68,9 +68,10 @@ class Overlap(NamedTuple):
             prompt_us: of the prompt alone.
             lead_us: by how much the prompt begins later; so long the decode steps have the device to themselves.
         """
-        decodes_us = max(decodes_us - lead_us, 0.0)
+        if lead_us:
+            return lead_us + self.device_us(max(decodes_us - lead_us, 0.0), prompt_us)
         prompt_last, decodes_last = prompt_us + self.cost * decodes_us, decodes_us + self.outlasted * prompt_us
-        return lead_us + (max(prompt_last, decodes_last) if self.cost <= 1.0 else min(prompt_last, decodes_last))
+        return max(prompt_last, decodes_last) if self.cost <= 1.0 else min(prompt_last, decodes_last)
 
     def rise_us(self, decodes_us: float, prompt_us: float) -> float:
         """By how much `device_us` rises with the cost and the slowdown, where both rise by as much.

@@ -72,7 +72,7 @@ class StepCosts:
         if not more_us:
             return self
         table = attrs.evolve(self._table, host_eager=attrs.evolve(host, base_us=host.base_us + more_us))
-        return attrs.evolve(self, table=table)
+        return StepCosts(table, self._first_pieces_us, self._leads)
 
     def at_host_speed(self, work_us: float | None) -> StepCosts:
         """The same on a host on which the fixed work takes so long, as `CostTable.at_host_speed`."""
@@ -80,7 +80,7 @@ class StepCosts:
         if table is self._table:
             return self
         slower = launching_takes(table.host_work_us / self._table.host_work_us)
-        return attrs.evolve(self, table=table, first_pieces_us=self._first_pieces_us * slower)
+        return StepCosts(table, self._first_pieces_us * slower, self._leads)
 
     def cost(self, launches: tuple[Launch, ...], numbers: BatchNumbers) -> Cost:
         """What running these launches as one step takes.

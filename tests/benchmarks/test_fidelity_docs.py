@@ -203,11 +203,20 @@ def path_of(name: str, end: str = "") -> Path:
     return RESULT.with_name(f"fidelity-{name if name in ELSEWHERE else f'h200-{name}'}{end}.json")
 
 
+def written(name: str) -> dict[str, Any]:
+    """A run's result."""
+    found: dict[str, Any] = json.loads(path_of(name).read_text(encoding="utf-8"))
+    return found
+
+
 def read(name: str) -> dict[str, Any]:
     """A run's result; of those by the clause with the cells that it judges in place of those by the noted speed."""
-    found: dict[str, Any] = json.loads(path_of(name).read_text(encoding="utf-8"))
-    if not name.startswith(CLAUSE):
-        return found
+    return at_own_speed(name) if name.startswith(CLAUSE) else written(name)
+
+
+def at_own_speed(name: str) -> dict[str, Any]:
+    """A run's result with the cells that the profile gives at its own host speed, to be judged by the clause."""
+    found = written(name)
     own = found["by_own_speed"]
     cells = {**found["policies"], "all policies": own["first_turns"]}
     return {**found, "policies": cells, "cells_again": own["cells_again"], "measured_again": {}, "clause": True}
@@ -387,7 +396,7 @@ def test_what_the_short_page_says_first_is_so() -> None:
     assert all({*verdicts(name)} <= {"yes", "not judged"} for name in (LATEST["rate"], LATEST["small24"]))
     latest = LATEST["rate"], LATEST["dsv2lite"], LATEST["small24"]
     assert all(holds(name) for name in latest)
-    assert {*by_the_clause(LATEST["dsv2lite"]).values()} == {("yes",)}
+    assert {*by_the_clause(LATEST["dsv2lite"]).values()} == {"yes"}
     assert (
         f"every median within {max(latencies_off(*latest)):.1%}, told the host's speed. The first and the last are"
         in page
@@ -465,18 +474,17 @@ def test_the_short_page_tells_the_latest() -> None:
 
 def host_bound_again(name: str) -> dict[str, Any]:
     """PIECEWISE steps by those of their repeats that the host bounded."""
-    rows = json.loads(path_of(name).read_text(encoding="utf-8"))["measured_again"]["all policies"]
+    rows = written(name)["measured_again"]["all policies"]
     [found] = [each for each in rows if key_of(each) == ("piecewise", "host-bound") and each["host"] == "any"]
     assert found["host_bound_share"] == 1.0
     assert LEAST_REPEATS == 3
     return dict(found)
 
 
-def eager_on_slow_cores(name: str) -> dict[str, Any]:
-    """Host-bound EAGER steps by those of their repeats beside which fixed work took over 1.2 times the profile's."""
-    rows = read(name)["measured_again"]["all policies"]
-    [found] = [each for each in rows if (*key_of(each), each["host"]) == ("eager", "host-bound", "slow")]
-    return dict(found)
+def host_bound_on(host: str, name: str) -> dict[str, dict[str, Any]]:
+    """Host-bound EAGER and PIECEWISE by repeats beside which fixed work took over 1.2 times the profile's, or less."""
+    rows = written(name)["measured_again"]["all policies"]
+    return {row["mode"]: row for row in rows if (row["regime"], row["host"]) == ("host-bound", host)}
 
 
 def test_the_short_page_tells_what_a_slow_core_makes_host_bound() -> None:
@@ -500,7 +508,7 @@ def test_the_short_page_tells_what_a_slow_core_makes_host_bound() -> None:
     told += f"{rows[1]['error']:.1%} off singly, where steps of one kind differ by {rows[0]['noise'] * 100:.1f} and "
     told += f"{rows[1]['noise']:.1%}; the middle of those repeats that the host bounded is "
     assert f"{told}{again[0]['error'] * 100:.1f} and {again[1]['error']:.1%} off" in page
-    slow = [eager_on_slow_cores(name) for name in names]
+    slow = [host_bound_on("slow", name)["eager"] for name in names]
     assert (
         f"EAGER by repeats on slow cores alone is {slow[0]['error'] * 100:.1f} and {slow[1]['error']:.1%} off" in page
     )
@@ -547,22 +555,11 @@ def own_cell(name: str, key: tuple[str, str]) -> str:
     return f"{told} ({whole})"
 
 
-def by_the_clause(name: str) -> dict[tuple[str, str], tuple[Any, ...]]:
-    """Cells by those regimes and the clause for the runs to come: (verdict, steps that ran again, steps, their error).
-
-    A cell of five steps or fewer isn't judged; one that holds is a yes alone.
-    """
-    again = {(each["mode"].split("/")[0], each["regime"]): each for each in read(name)["by_own_speed"]["cells_again"]}
-    found: dict[tuple[str, str], tuple[Any, ...]] = {}
-    for key, row in by_own_speed(name, "first_turns").items():
-        repeats = again.get(key, {"again": 0, "error": 0.0})
-        enough = repeats["again"] >= AGAIN_SHARE * row["steps"]
-        error = repeats["error"] if row["noise"] >= NOISY and enough else row["error"]
-        shown = row["noise"] < NOISY or enough or error > MOST
-        if row["steps"] > 5:
-            verdict = "no" if error > MOST else "yes" if shown else "not shown"
-            found[key] = ("yes",) if verdict == "yes" else (verdict, repeats["again"], row["steps"], repeats["error"])
-    return found
+def by_the_clause(name: str) -> dict[tuple[str, str], str]:
+    """Verdicts on a run's cells by those regimes and the clause, also on one before it; not on those of few steps."""
+    result = at_own_speed(name)
+    rows = [row for row in result["policies"]["all policies"] if row["regime"] != "all" and row["steps"] > FEW]
+    return {(row["mode"].split("/")[0], row["regime"]): judged(row, result)[0] for row in rows}
 
 
 def test_the_short_page_tells_cells_by_the_regimes_of_a_simulation() -> None:
@@ -578,13 +575,14 @@ def test_the_short_page_tells_cells_by_the_regimes_of_a_simulation() -> None:
     assert (few, small[few]["steps"]) == (("piecewise", "host-bound"), 3)
     eager, middle, bound = ("eager", "host-bound"), ("piecewise", "middle"), ("piecewise", "host-bound")
     noises = [by_own_speed(name, "first_turns")[key]["noise"] for name, key in ((names[1], eager), (names[0], middle))]
-    assert {*by_the_clause(names[1]).values()} == {("yes",)}
-    assert [key for key, held in by_the_clause(names[0]).items() if held != ("yes",)] == [middle]
-    assert [key for key, held in by_the_clause(names[2]).items() if held[0] == "no"] == [eager, bound, middle]
+    assert {*by_the_clause(names[1]).values()} == {"yes"}
+    assert {key: held for key, held in by_the_clause(names[0]).items() if held != "yes"} == {middle: "no"}
+    assert [key for key, held in by_the_clause(names[2]).items() if held == "no"] == [eager, bound, middle]
     told = f"would hold in every cell, EAGER by repeats, {ran_again(read(names[1]), *eager)[1]:.1%}, as steps "
     told += "of one kind "
     assert f"{told}differ by {noises[0]:.1%} there, and all else by single steps" in page
-    _, ran, of, error = by_the_clause(names[0])[middle]
+    [cell] = [each for each in at_own_speed(names[0])["cells_again"] if key_of(each) == middle]
+    ran, of, error = cell["again"], cell["steps"], cell["error"]
     told = f"PIECEWISE in the middle is over it, where steps of one kind differ by {noises[1]:.1%}, for {ran:,} of its "
     assert f"{told}{of:,} steps ran again, whose middle is {error:.1%} off, and four fifths are wanted" in page
     speeds = [rows[cell]["at_speed_error"] for cell in (eager, middle) for rows in (small, lite)]
@@ -629,7 +627,8 @@ def test_the_short_page_tells_the_latest_of_the_small_qwen_and_of_the_small_mode
     told = f"in both turns, single steps of every cell are within {at_speed[0]:.1%} (0.5B), {at_speed[1]:.1%} "
     assert f"{told}(DeepSeek-V2-Lite) and {at_speed[2]:.1%} (small)" in page
     assert f"in a tenth of the profile's speed single steps of every cell are within {max(at_speed):.1%}" in README
-    (eager, pieces), (eager_too, pieces_too) = (slow_again(name) for name in (small, tiny))
+    own, other = (host_bound_on("slow", name) for name in (small, tiny))
+    eager, pieces, eager_too, pieces_too = own["eager"], own["piecewise"], other["eager"], other["piecewise"]
     told = f"EAGER is {eager['error'] * 100:.1f} and {eager_too['error']:.1%} off in these two, and PIECEWISE that the "
     told += f"host bounds just then {pieces['error'] * 100:.1f} and {pieces_too['error']:.1%}."
     assert told in page
@@ -645,13 +644,6 @@ def test_the_short_page_tells_the_latest_of_the_small_qwen_and_of_the_small_mode
     slower = [speed / read(run)["host_work_us"] - 1 for run in AROUND for speed in host_speeds(run)]
     told = f"fixed work took from {-min(slower):.0%} less to {max(slower):.0%} longer in the mean of a turn than in "
     assert f"{told}the profile" in page
-
-
-def slow_again(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Host-bound EAGER and PIECEWISE by repeats on slow cores alone, by the speed noted there."""
-    rows = json.loads(path_of(name).read_text(encoding="utf-8"))["measured_again"]["all policies"]
-    found = {key_of(each): each for each in rows if each["host"] == "slow"}
-    return found["eager", "host-bound"], found["piecewise", "host-bound"]
 
 
 def test_the_short_page_tells_the_small_models_runs_that_do_not_hold() -> None:
@@ -1477,10 +1469,8 @@ def by_repeats(name: str, key: tuple[str, str]) -> str:
 
 def told_of_slow_cores(name: str) -> str:
     """Repeats on slow cores alone, and on quick ones."""
-    rows = json.loads(path_of(name).read_text(encoding="utf-8"))["measured_again"]["all policies"]
-    of = {(key_of(row), row["host"]): row for row in rows}
-    keys = ("eager", "host-bound"), ("piecewise", "host-bound")
-    (eager, pieces), (eager_quick, quick) = ([of[key, host] for key in keys] for host in ("slow", "quick"))
+    slow, fast = host_bound_on("slow", name), host_bound_on("quick", name)
+    eager, pieces, eager_quick, quick = slow["eager"], slow["piecewise"], fast["eager"], fast["piecewise"]
     assert (eager["repeats"], pieces["repeats"]) == (3, 3)
     told = f"**By repeats on slow cores alone**, three of each, EAGER is {eager['error']:.1%} off ({eager['steps']} "
     told += f"steps, bias {eager['bias']:+.1%}) and PIECEWISE that the host bounds just then {pieces['error']:.1%} "
@@ -1515,7 +1505,7 @@ def test_figures_of_the_small_qwens_sixteenth_in_the_text() -> None:
     every = by_own_speed(name)
     told = f"In both turns PIECEWISE is {every[bound]['error']:.1%} off singly where the host bounds it and "
     assert f"{told}{every[middle]['error']:.1%} in the middle" in page
-    before = json.loads(path_of(name).read_text(encoding="utf-8"))
+    before = written(name)
     old = {key_of(each): judged(each, before) for each in before["policies"]["all policies"] if each["regime"] != "all"}
     few = ("split/decodes_beside", "host-bound")
     assert {key: held for key, (held, _) in old.items() if held != "yes"} == {bound: "to the letter", few: "no"}
@@ -1549,7 +1539,7 @@ def test_figures_of_the_small_models_eleventh_in_the_text() -> None:
     name = "small24-eleventh"
     rows, lead, eager = rows_of(name), rows_of(name + LEAD), ("eager", "host-bound")
     bound, middle, split = ("piecewise", "host-bound"), ("piecewise", "middle"), ("split", "middle")
-    again = {key_of(each): each for each in json.loads(path_of(name).read_text())["measured_again"]["all policies"]}
+    again = {key_of(each): each for each in written(name)["measured_again"]["all policies"]}
     told = f"**PIECEWISE that the host bounds, {by_repeats(name, bound)} three repeats of all of them**"
     told += ': "no". The table is too slow, by '
     told += f"{rows[bound]['bias']:.1%} in the first turn and {again[bound]['bias']:.1%} in repeats"
