@@ -169,7 +169,8 @@ def latencies_of(
     """
     claims = Claims.at_level(setting["attention"].partition(",")[0])
     settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
-    scheduler_us, scheduler_prompt_us = (0.0, 0.0) if knows == NOTHING else outside(each)
+    # Told nothing, it is as the profile says: what was noted while its calibration served, or 0.
+    scheduler_us, scheduler_prompt_us = (None, None) if knows == NOTHING else outside(each)
     # Runs before the fact was told were decided without it.
     tail = any(GAP_TAIL_US in entry.shape.facts for entry in entries or ())
     server = Server(
@@ -200,10 +201,11 @@ def latencies_of(
 
 
 def forecasts(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns) -> dict[str, Any]:
-    """By what a simulation is told of the run, latencies and rankings where the host is as fast as in the profile.
+    """By what a simulation is told of the run, latencies and rankings where the host is as in the profile.
 
-    The arguments are those of `latencies`. Told nothing is what `kpolicy simulate` with a profile alone is. Which eager
-    sizes ran in turns before isn't told either.
+    Where its calibration served, the host's speed changes as was noted then, else it is that of the launches. The
+    arguments are those of `latencies`. Told nothing is what `kpolicy simulate` with a profile alone is. Which eager sizes
+    ran in turns before isn't told either.
     """
     found = {}
     for knows in (SCHEDULER, NOTHING):

@@ -29,6 +29,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
 from kpolicy.overlap import Overlap, between, check_slowdown
+from kpolicy.served_host import ServedHost
 from kpolicy.settings import Objective
 from kpolicy.shapes import BatchNumbers
 from kpolicy.step_effects import StepEffects
@@ -282,6 +283,7 @@ _PARTS: tuple[tuple[type, tuple[str, ...], str], ...] = (
     (HostCost, ("host_full", "host_piecewise", "host_eager"), "HostCost(50.0)"),
     (StepEffects, ("effects",), "StepEffects()"),
     (KvSpan, ("kv_span",), "KvSpan(decode_row=1024, decode_step=8192, prefill=6144)"),
+    (ServedHost, ("served",), "ServedHost(scheduler_us=150.0)"),
     (Ties, ("ties",), "Ties(full=Curve((256,), (3300.0,)))"),
 )
 """Fields of a `CostTable` that have parts of their own: of which class, and what makes one"""
@@ -323,6 +325,7 @@ class CostTable:
             (`kpolicy.simulate.step_costs`), and plans what padding takes (`replay_us`); of it `cost`, decisions and the
             simulated executor read what one decode row and what many take beside a prompt (`overlap_of`).
         kv_span: the contexts that attention was timed at; None where that wasn't recorded.
+        served: what the host of a server took besides launching, for simulations; None where no calibration served.
         ties: what decisions take in place of times that differ by chance (`deciding`); `cost`, the simulated executor
             and simulations don't read it. None where there is nothing of the kind.
         measured_on: the full name of the device that it was measured on; empty where nobody said. Files have it in the
@@ -357,6 +360,7 @@ class CostTable:
     inside_probe: str = ONCE
     effects: StepEffects = attrs.field(default=StepEffects())
     kv_span: KvSpan | None = None
+    served: ServedHost | None = None
     ties: Ties | None = None
     measured_on: str = attrs.field(default="", eq=False)
     measured_with: str = attrs.field(default="", eq=False)
@@ -367,10 +371,15 @@ class CostTable:
         for kind, names, example in _PARTS:
             for name in names:
                 value = getattr(self, name)
-                if value is not None or name not in ("mixed", "kv_span", "ties"):
+                if value is not None or name not in ("mixed", "kv_span", "served", "ties"):
                     check_kind(name, value, kind, example)
         if self.ties is not None:
             self._check_ties(self.ties)
+        if self.served is not None and self.served.host_work_us and not self.host_work_us:
+            raise ProfileError(
+                f"served has {len(self.served.host_work_us)} times of the fixed work, and host_work_us, which they are "
+                "held to, is 0. Leave them out, or calibrate again."
+            )
         if self.decode_attention.kv_us:
             raise ProfileError(
                 f"decode_attention has kv_us {self.decode_attention.kv_us}; it takes unit_us: its units are KV tokens."

@@ -9,7 +9,8 @@ docs/measured_fidelity.md shows.
 Curves are taken at every size that one of them has and all of them span. Of the host's times to launch, the median is
 that of steps of decodes, of a prompt and of both, which were measured; their parts, which weren't, are made of it.
 Attention's parts are one fit, in which one may stand for another: where their medians together are above or below all
-tables, it is one table's whole. What some tables lack is the middle of those that have it.
+tables, it is one table's whole. What some tables lack is the middle of those that have it. Of what their servings
+noted of the host's speed all is kept, one behind the other.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.errors import ProfileError
 from kpolicy.kv_span import KvSpan
 from kpolicy.schemas import Profile
+from kpolicy.served_host import ServedHost
 
 __all__ = ["launching_us", "middle"]
 
@@ -108,6 +110,8 @@ def _middle(values: Sequence[Any], name: str) -> Any:
     if isinstance(first, KvSpan):
         # What not all of them were timed at is outside.
         return KvSpan(*map(min, zip(*map(attrs.astuple, known), strict=True)))
+    if isinstance(first, ServedHost):
+        return ServedHost.middle(known)
     if attrs.has(type(first)):
         fields = [field.name for field in attrs.fields(type(first))]
         found = {each: _middle([getattr(value, each) for value in known], each) for each in fields}

@@ -11,8 +11,10 @@ from contextlib import nullcontext
 from json import loads as parse_json
 from pathlib import Path
 from signal import Signals
-from typing import Annotated, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
 from cyclopts import Parameter
 
 from kpolicy.cli.options import COMMAND, MAX_NUM_REQS, Json, at_least, device_here, ladder_of, settings_of, whole
@@ -23,13 +25,19 @@ from kpolicy.cli.turns import capture, check_files, progress_bar
 from kpolicy.costs import CostTable
 from kpolicy.device_names import DeviceName
 from kpolicy.engine import Engine
-from kpolicy.errors import ConfigError
+from kpolicy.errors import ConfigError, KPolicyError
 from kpolicy.host_speed import SpeedTimer
 from kpolicy.ladders import CaptureSizes
 from kpolicy.middle_profile import launching_us, middle
 from kpolicy.schemas import read_profile, write_profile
 from kpolicy.settings import Settings
 from kpolicy.words import some
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from kpolicy.served_host import ServedHost
+    from kpolicy.serving.real_run import Serving
 
 __all__ = ["calibrate_command"]
 
@@ -181,25 +189,31 @@ def _calibrate(
     block_size: int, seconds: float, seed: int, json: bool,
 ) -> int:  # fmt: skip
     from kpolicy.serving.calibrate import calibrate, device_name, save_profile
-    from kpolicy.serving.real_run import open_model, quiet_transformers, share_cores
+    from kpolicy.serving.real_run import Serving, open_model, quiet_transformers, share_cores
 
     if at.kind == "cpu":
         share_cores()
     quiet_transformers()
     model = open_model(source, settings, kv_tokens=kv_tokens, block_size=block_size, seed=seed, device=at.given)
     engine = Engine("auto", model=model, device=at.executor, ladder=sizes, settings=settings, calibrate=0)
+    unserved = ""
     try:
         with progress_bar("", quiet=json) as shown:
             capture(engine, at.given, shown)
             task = shown.add_task("measuring what launches take", total=100, unit="%")
             begun_s = time.perf_counter()
-            # What the host itself runs is brought to one speed by its own times.
-            with nullcontext() if at.kind == "cpu" else SpeedTimer():
+            # What the host itself runs is brought to one speed by its own times, and has no host beside it.
+            launches = at.kind != "cpu"
+            with SpeedTimer() if launches else nullcontext():
                 costs = calibrate(
                     engine.executor, engine.registry, model, settings, allowance_s=seconds, least_rounds=_LEAST_ROUNDS,
                     progress=lambda share: shown.update(task, completed=100 * share),
                 )  # fmt: skip
-            took_s = time.perf_counter() - begun_s
+                took_s = time.perf_counter() - begun_s
+                if launches:
+                    serving = Serving(model=model, settings=settings, ladder=sizes, costs=costs, verify=False)
+                    served, unserved = _served(serving, engine, shown)
+                    costs = attrs.evolve(costs, served=served)
         save_profile(out, costs, model, shlex.join(["kpolicy", *COMMAND.get()]))
         captured = engine.registry.captured()
         failed = {str(key): why for key, why in getattr(engine.executor, "capture_errors", {}).items()}
@@ -212,11 +226,25 @@ def _calibrate(
         print_json({**totals, **_summary(costs)})
     else:
         _render(totals, costs)
+    if unserved:
+        sys.stderr.write(f"kpolicy: {unserved} The profile says nothing of the scheduler's time or of slow moments.\n")
     if took_s > seconds + _BEYOND_S:
         sys.stderr.write(f"kpolicy: it took {took_s:.1f} s to measure every step twice, beyond --seconds {seconds:g}\n")
     for key, why in list(failed.items())[:3]:
         sys.stderr.write(f"kpolicy: {key} has no graph and wasn't measured: {why}\n")
     return 0
+
+
+def _served(serving: Serving, engine: Engine, shown: Progress) -> tuple[ServedHost | None, str]:
+    """What the host takes besides launching while it serves; or why that isn't known."""
+    from kpolicy.serving.served import serve_for
+
+    shown.add_task("serving for some seconds", total=None)
+    try:
+        served = serve_for(serving, engine)
+    except KPolicyError as error:
+        return None, str(error)
+    return served, "" if served is not None else "Serving was over after too few steps to tell what the host takes."
 
 
 def _summary(costs: CostTable) -> dict[str, Any]:
@@ -253,7 +281,20 @@ def _summary(costs: CostTable) -> dict[str, Any]:
         "overlap_cost": costs.overlap_cost,
         "decode_slowdown": costs.decode_slowdown,
         "step_us": costs.step_us,
+        "served": None if costs.served is None else {
+            "scheduler_us": costs.served.scheduler_us, "scheduler_prompt_us": costs.served.scheduler_prompt_us,
+            "host_slower": _slower(costs),
+        },
     }  # fmt: skip
+
+
+def _slower(costs: CostTable) -> dict[str, float] | None:
+    """How many times as long as while launches were timed the host took while it served."""
+    noted = () if costs.served is None else costs.served.host_work_us
+    if not noted:
+        return None
+    us = {"least": min(noted), "mean": fmean(noted), "most": max(noted)}
+    return {name: value / costs.host_work_us for name, value in us.items()}
 
 
 def _render(totals: dict[str, Any], costs: CostTable) -> None:
@@ -282,6 +323,16 @@ def _render(totals: dict[str, Any], costs: CostTable) -> None:
             f"{costs.overlap_cost:.0%} of their own time to its"
         )
     out.print(f"{beside}; {costs.step_us:,.0f} us a step that nothing covers")
+    if costs.served is not None:
+        slower = said["served"]["host_slower"]
+        out.print(
+            f"serving: the scheduler takes {costs.served.scheduler_us:,.0f} us a step and "
+            f"{costs.served.scheduler_prompt_us:,.0f} more with prompts"
+            + (
+                f", the host {slower['least']:.2f} to {slower['most']:.2f} times as long, {slower['mean']:.2f} in the "
+                "mean" if slower else ""
+            )
+        )
     for part, us in totals.get("repeats_launching_us", {}).items():
         if not us:
             continue  # the host runs what it launches

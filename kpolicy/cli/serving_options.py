@@ -68,12 +68,31 @@ class Served:
         Parameter(group=_SERVER, help="Microseconds of drafting for one step with --speculative. By default 0."),
     ] = None
     scheduler_us: Annotated[
-        float,
-        Parameter(group=_SERVER, help="Microseconds of the serving engine's own work a step, which nothing overlaps."),
-    ] = 0.0
+        float | None,
+        Parameter(
+            group=_SERVER,
+            help="Microseconds of the serving engine's own work a step, which nothing overlaps. By default what the "
+            "profile noted of kpolicy's own, else 0.",
+        ),
+    ] = None
     scheduler_prompt_us: Annotated[
-        float, Parameter(group=_SERVER, help="More such microseconds for a step with prompts.")
-    ] = 0.0
+        float | None,
+        Parameter(
+            group=_SERVER,
+            help="More such microseconds for a step with prompts. By default the profile's too, and 0 beside "
+            "--scheduler-us.",
+        ),
+    ] = None
+    steady_host: Annotated[
+        bool,
+        Parameter(
+            group=_SERVER,
+            negative="",
+            show_default=False,
+            help="The host keeps the speed that the profile's launches are of. By default it changes as was noted "
+            "while the profile's calibration served, if it was.",
+        ),
+    ] = False
     ranks: Annotated[
         int, Parameter(group=_SERVER, converter=whole, help="Data-parallel ranks that step together and agree.")
     ] = 1
@@ -145,7 +164,7 @@ class Served:
                 get_policy(self.pace)
             except ConfigError as error:
                 raise ConfigError(f"--pace: {error}") from None
-        return Server(
+        server = Server(
             settings=settings,
             kv_tokens=self._kv_tokens(model),
             block_size=at_least("--block-size", self.block_size, 1),
@@ -155,11 +174,15 @@ class Served:
             ranks=at_least("--ranks", self.ranks, 1),
             scheduler_us=self.scheduler_us,
             scheduler_prompt_us=self.scheduler_prompt_us,
+            steady_host=self.steady_host,
             pace=self.pace,
             warm=self.warm,
             concurrency=None if self.concurrency is None else at_least("--concurrency", self.concurrency, 1),
             service_level=ServiceLevel(ttft_ms=self.slo_ttft_ms, gap_ms=self.slo_gap_ms),
         )
+        # As it is simulated, for results that tell it.
+        step_us, prompt_us = server.outside_us(model.costs)
+        return attrs.evolve(server, scheduler_us=step_us, scheduler_prompt_us=prompt_us)
 
     def _drafts(self) -> Drafts:
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:

@@ -151,7 +151,24 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
         more.append(f"{drafts} a row, {server.drafts.acceptance:.0%} accepted each")
     if server.ranks > 1:
         more.append(f"{server.ranks} data-parallel ranks")
-    return [*lines, ", ".join(more)] if more else lines
+    lines += [", ".join(more)] if more else []
+    if server.scheduler_us or server.scheduler_prompt_us:
+        lines.append(
+            f"the scheduler takes {server.scheduler_us:,.0f} us a step, {server.scheduler_prompt_us:,.0f} more with "
+            "prompts"
+        )
+    if (noted := server.host_speed(model.costs)) is not None:
+        usual_us = model.costs.host_work_us
+        least, most, mean = (us / usual_us for us in (*_span(noted.host_work_us), noted.mean_work_us))
+        lines.append(
+            f"the host takes {least:.2f} to {most:.2f} times as long as in the profile's launches, {mean:.2f} in the "
+            "mean, as was noted while its calibration served"
+        )
+    return lines
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
 
 
 def _report(

@@ -7,7 +7,7 @@ host was at its time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 
 from kpolicy.costs import CostTable
@@ -95,10 +95,20 @@ class HostState:
                 self._sizes.add(size)
         return self._costs[again][new]
 
-    def decodes(self, mode: Hashable, launch: Launch, num_rows: int) -> tuple[Sides, Sides]:
-        """What a launch of so many decode rows takes, and what the next one like it does; then it has run."""
+    def decodes(
+        self, mode: Hashable, launch: Launch, num_rows: int, at: Callable[[StepCosts], StepCosts] | None = None
+    ) -> tuple[Sides, Sides]:
+        """What a launch of so many decode rows takes, and what the next one like it does; then it has run.
+
+        Args:
+            mode: as for `costs`.
+            launch: the step's only one.
+            num_rows: its decode rows.
+            at: costs at another speed of the host; by default they are as they are.
+        """
         if self._plain is not None:
-            sides = self._plain_decodes(launch, num_rows)
+            decodes = self._plain_decodes if at is None else at(self._plain).decodes
+            sides = decodes(launch, num_rows)
             return sides, sides
         size = launch.padded_tokens or num_rows
         new = launch.key is None and size not in self._sizes
@@ -107,4 +117,7 @@ class HostState:
         self._ran = ran
         if launch.key is None:
             self._sizes.add(size)
-        return costs.decodes(launch, num_rows), self._costs[True][False].decodes(launch, num_rows)
+        again = self._costs[True][False]
+        if at is not None:
+            costs, again = at(costs), at(again)
+        return costs.decodes(launch, num_rows), again.decodes(launch, num_rows)

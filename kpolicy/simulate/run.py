@@ -17,6 +17,7 @@ from kpolicy.policies import Policy, get_policy
 from kpolicy.scheduling.gap_tail import GapTail
 from kpolicy.scheduling.pace import Pace, other_select
 from kpolicy.scheduling.traces import Trace, TraceRequest
+from kpolicy.served_host import ServedHost
 from kpolicy.settings import Objective
 from kpolicy.shapes import LARGEST_COUNT, NO_FACTS, BatchNumbers, BatchShape
 from kpolicy.simulate.account import Account
@@ -27,6 +28,7 @@ from kpolicy.simulate.requests import Request, in_order
 from kpolicy.simulate.result import SimResult
 from kpolicy.simulate.rows import PlainRows
 from kpolicy.simulate.server import Server, whole_number
+from kpolicy.simulate.step_costs import Sides, StepCosts
 from kpolicy.simulate.tally import Tally
 
 __all__ = ["DecodeRun", "OnDecodes", "OnStep", "SimStep", "simulate"]
@@ -117,7 +119,8 @@ def simulate(
         stepwise: go through the scheduler for each step, also where decode rows go on alone and nothing else can
             happen; the result is the same.
         host_speed: how fast the host was when, where that changed: each step's host times are those of its time
-            (`CostTable.at_host_speed`), while decisions rest on `costs`, as in production. Steps then go one by one.
+            (`CostTable.at_host_speed`), while decisions rest on `costs`, as in production. Steps then go one by one. By
+            default it is what the costs noted while they were calibrated (`Server.steady_host`), if anything.
         eager_sizes: tokens of eager launches that the process ran before: they take no `StepEffects.eager_new_us`.
 
     Raises:
@@ -167,7 +170,11 @@ class _Simulation:
     ) -> None:  # fmt: skip
         self.costs = engine.costs
         self.hosts = [HostState(engine.costs, eager_sizes) for _ in range(server.ranks)]
-        self.host_speed = host_speed
+        self.host_speed = host_speed or server.host_speed(engine.costs)
+        self.work_us: float | None = None
+        """What the fixed work takes now, where the host's speed was noted"""
+        self.at_speed: dict[tuple[int, float], StepCosts] = {}
+        """Costs of steps at speeds that come again, by which costs and the fixed work's time"""
         self.account = Account(engine, server)
         num_blocks = server.blocks(self.account.graph_bytes)
         drafts = server.drafts if server.settings.num_speculative_tokens else None
@@ -178,7 +185,7 @@ class _Simulation:
             )
             for _ in range(server.ranks)
         ]  # fmt: skip
-        self.scheduler_us, self.scheduler_prompt_us = server.scheduler_us, server.scheduler_prompt_us
+        self.scheduler_us, self.scheduler_prompt_us = server.outside_us(engine.costs)
         self.draft_us = 0.0 if drafts is None else drafts.draft_us
         self.compiled = engine.compiled
         if server.gap_tail and server.ranks == 1:
@@ -294,12 +301,13 @@ class _Simulation:
         numbers = [_IDLE if step is None else step.numbers for step in steps]
         decisions = self._decide(numbers)
         start_us = self.now_us - self.start_us
-        work_us = None if self.host_speed is None else self.host_speed.at(start_us)
+        if self.host_speed is not None:
+            self.work_us = self.host_speed.at(start_us)
         step_costs, costs = [], []
         for host, decision, count in zip(self.hosts, decisions, numbers, strict=True):
             of_step = host.costs(decision.mode, decision.launches, count)
-            if work_us is not None:
-                of_step = of_step.at_host_speed(work_us)
+            if self.host_speed is not None:
+                of_step = self._at_speed_now(of_step)
             step_costs.append(of_step)
             costs.append(of_step.cost(decision.launches, count))
         slowest = costs[0] if len(costs) == 1 else max(costs, key=lambda each: each.cycle_us)
@@ -333,6 +341,19 @@ class _Simulation:
             self.account.take(queue, step, tally.decode_steps, us, self.now_us, after_us)
         self.steps += 1
 
+    def _at_speed_now(self, of_step: StepCosts) -> StepCosts:
+        """Costs of a step on a host on which the fixed work takes as long as now."""
+        work_us = self.work_us
+        if work_us is None or isinstance(self.host_speed, HostSpeeds):
+            # Between two notes it changes from step to step.
+            return of_step.at_host_speed(work_us)
+        # Those of a `HostState` live as long as it does.
+        known = id(of_step), work_us
+        found = self.at_speed.get(known)
+        if found is None:
+            found = self.at_speed[known] = of_step.at_host_speed(work_us)
+        return found
+
     def _note_outside(self, tally: Tally, numbers: Sequence[BatchNumbers]) -> None:
         """Count a step of which any rank's size or contexts are outside what the cost table spans."""
         tallies, span = self.account.tallies, self.costs.kv_span
@@ -363,7 +384,10 @@ class _Simulation:
         longest_less_counter = rows.longest - first
         # Where free blocks last for any steps up to there, they are taken for all of them at once.
         scarce = queue.blocks.free < rows.most_needed(last)
-        rest_us, scheduler_us, unit_us = costs.step_us, self.scheduler_us, costs.decode_attention.unit_us
+        scheduler_us, unit_us = self.scheduler_us, costs.decode_attention.unit_us
+        speed = self.host_speed if isinstance(self.host_speed, ServedHost) else None
+        at = None if speed is None else self._at_speed_now
+        origin_us, slot = self.start_us, -1.0
         rows_us = costs.decode_attention.base_us + costs.decode_attention.row_us * num_rows
         now, select = self.now_us, self.compiled.select
         # With every client waiting nobody comes before a row's end.
@@ -375,8 +399,8 @@ class _Simulation:
         numbers = None if self.on_decodes is None else queue.decode_numbers
         chosen: Decision | None = None
         tally: Tally | None = None
-        dense_us = host_us = total_us = total_host_us = 0.0
-        later = (host_us, dense_us)
+        dense_us = host_us = rest_us = total_us = total_host_us = 0.0
+        later = Sides(host_us, dense_us, rest_us)
         since = host_bound = 0
         begins = False
         for counter in range(first, last):
@@ -403,9 +427,12 @@ class _Simulation:
                 total_us, total_host_us = tally.us, tally.host_us
             if scarce and (needed := needed_at(counter)) and not take(needed):
                 break
+            if speed is not None and (now - origin_us) // speed.every_us != slot:
+                slot, begins = (now - origin_us) // speed.every_us, True
+                self.work_us = speed.at(now - origin_us)
             if begins:
                 # This step may be the first of its mode or size; those after it aren't.
-                (host_us, dense_us), later = host.decodes(decision.mode, decision.launches[0], num_rows)
+                (host_us, dense_us, rest_us), later = host.decodes(decision.mode, decision.launches[0], num_rows, at)
             device_us = dense_us + (rows_us + unit_us * kv_tokens)
             if host_us > device_us:
                 us = host_us + rest_us + scheduler_us
@@ -414,7 +441,7 @@ class _Simulation:
             else:
                 us = device_us + rest_us + scheduler_us
             if begins:
-                (host_us, dense_us), begins = later, False
+                (host_us, dense_us, rest_us), begins = later, False
             total_us += us
             now += us
             add_value(us)

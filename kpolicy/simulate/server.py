@@ -6,9 +6,11 @@ from numbers import Real
 
 import attrs
 
+from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError, check_kind
 from kpolicy.scheduling.batching import MOST_STEPS_AHEAD
 from kpolicy.schemas import MOST_KV_BYTES
+from kpolicy.served_host import ServedHost
 from kpolicy.settings import Settings
 from kpolicy.shapes import LARGEST_COUNT, plain_int
 from kpolicy.simulate.drafts import Drafts
@@ -80,8 +82,12 @@ class Server:
         drafts: how many drafts are accepted, where `settings` drafts any.
         ranks: data-parallel ranks that step together; a request goes to the rank with the fewest.
         scheduler_us: time of the serving engine's own work for each step, which nothing overlaps: scheduling, handing
-            tokens over. `CostTable.step_us` is the executor's alone.
-        scheduler_prompt_us: more for a step with prompts, whose tokens are laid out and first tokens taken in.
+            tokens over. `CostTable.step_us` is the executor's alone. None is what the costs say of it
+            (`CostTable.served`), 0 where they don't; of another engine than kpolicy's own it isn't.
+        scheduler_prompt_us: more for a step with prompts, whose tokens are laid out and first tokens taken in; None
+            likewise, but 0 beside a `scheduler_us`.
+        steady_host: whether the host keeps the speed that the costs are of. By default it changes as was noted while a
+            calibration served (`CostTable.served`), where it was.
         gap_tail: whether `auto` is told the longest gaps so far, as by kpolicy's own batcher (`kpolicy.scheduling.
             gap_tail`); not with several ranks.
         pace: a policy: a step that has decodes takes as many prompt tokens as the objective says of the gap, as long
@@ -106,8 +112,9 @@ class Server:
     prefix_block: int = PREFIX_BLOCK
     drafts: Drafts = attrs.field(factory=Drafts)
     ranks: int = 1
-    scheduler_us: float = 0.0
-    scheduler_prompt_us: float = 0.0
+    scheduler_us: float | None = None
+    scheduler_prompt_us: float | None = None
+    steady_host: bool = False
     gap_tail: bool = True
     pace: str | None = None
     warm: bool = False
@@ -124,8 +131,21 @@ class Server:
                 object.__setattr__(self, name, whole_number(name, value, 1, most))
         for name in ("scheduler_us", "scheduler_prompt_us"):
             value = getattr(self, name)
-            if not (isinstance(value, Real) and 0 <= float(value) < 1e9):
-                raise ConfigError(f"{name} is {value!r:.80}; it is microseconds from 0 up.")
+            if value is not None and not (isinstance(value, Real) and 0 <= float(value) < 1e9):
+                raise ConfigError(f"{name} is {value!r:.80}; it is microseconds from 0 up, or None for the costs' own.")
+
+    def outside_us(self, costs: CostTable) -> tuple[float, float]:
+        """What the engine's own work takes a step, and a step with prompts besides: as given, or by the costs."""
+        served = costs.served
+        if self.scheduler_us is not None:
+            return self.scheduler_us, self.scheduler_prompt_us or 0.0
+        by_costs = (0.0, 0.0) if served is None else (served.scheduler_us, served.scheduler_prompt_us)
+        return by_costs if self.scheduler_prompt_us is None else (by_costs[0], self.scheduler_prompt_us)
+
+    def host_speed(self, costs: CostTable) -> ServedHost | None:
+        """What the costs noted of the host's speed while they were calibrated, where it is to change so."""
+        served = costs.served
+        return served if served is not None and served.host_work_us and not self.steady_host else None
 
     def blocks(self, graph_bytes: int) -> int:
         """KV blocks of a rank beside graphs of so many bytes.

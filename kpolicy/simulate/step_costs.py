@@ -22,6 +22,8 @@ class Sides(NamedTuple):
     host_us: float
     dense_us: float
     """Of the device's time, but for attention"""
+    rest_us: float
+    """Of a step, which nothing overlaps"""
 
 
 @attrs.frozen
@@ -114,7 +116,7 @@ class StepCosts:
             dense_us = self._replay_us(key, num_rows)
         padding_us = 0.0 if key is None else table.padding_of(key, num_rows)
         host_us = host.base_for(decodes=True, prefills=False) + host.req_us * num_rows
-        return Sides(host_us + padding_us, dense_us + padding_us)
+        return Sides(host_us + padding_us, dense_us + padding_us, table.step_us)
 
     def _replay_us(self, key: GraphKey, decodes: int) -> float:
         """What the dense work of a graph takes the device, with its wait for the first pieces.

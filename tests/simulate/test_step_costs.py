@@ -81,7 +81,7 @@ def test_decode_rows_alone_are_told_by_sides() -> None:
     costs = StepCosts(told(padding_share=(0.25, 0.5)))
     for launch in (FULL[0], PIECES[0], EAGER[0], Launch(Rows.ALL, None, padded_tokens=16)):
         device, host = costs.launch_us(launch, BatchShape.decode(9).numbers)
-        assert costs.decodes(launch, 9) == (host, device)
+        assert costs.decodes(launch, 9) == (host, device, TABLE.step_us)
 
 
 def test_rows_of_padding_take_their_share() -> None:
