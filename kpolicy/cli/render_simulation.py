@@ -9,6 +9,7 @@ from kpolicy.cli.render import counted, grid, modes_table, reasons_table, say, s
 from kpolicy.observe import padding_text
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import SimResult, Spread
+from kpolicy.simulate.result import Goodput
 from kpolicy.words import some
 
 if TYPE_CHECKING:
@@ -36,11 +37,9 @@ def _summary(results: Sequence[SimResult]) -> Table:
     names = ("served", ttft, gap, e2e, "good /s")
     table = grid("policy", *names, numbers=names)
     for result in results:
-        level = result.goodput
-        asked = level.ttft_ms is not None or level.gap_ms is not None
         table.add_row(
             result.policy, f"{result.served:,}", _three(result.ttft, 1e3), _three(result.gap, 1e3),
-            _three(result.e2e, 1e6), f"{level.per_s:,.2f} ({level.share:.1%})" if asked else "-",
+            _three(result.e2e, 1e6), _good(result.goodput),
         )  # fmt: skip
     return table
 
@@ -50,6 +49,13 @@ def _three(spread: Spread, unit: float) -> str:
     if not spread.count:
         return "-"
     return " / ".join(f"{value / unit:,.1f}" for value in (spread.p50, spread.p90, spread.p99))
+
+
+def _good(goodput: Goodput) -> str:
+    """Good requests a second and their share; a dash where no service level was given."""
+    if goodput.per_s is None or goodput.share is None:
+        return "-"
+    return f"{goodput.per_s:,.2f} ({goodput.share:.1%})"
 
 
 def _steps(results: Sequence[SimResult]) -> Table:

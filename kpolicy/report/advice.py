@@ -45,13 +45,17 @@ class Advice:
 
 def has_level(run: Run) -> bool:
     """Whether a service level was given."""
-    level = run.result.goodput
-    return level.ttft_ms is not None or level.gap_ms is not None
+    return run.result.goodput.share is not None
 
 
 def _by_level(runs: Sequence[Run]) -> bool:
     """Whether runs are compared by good requests: with a service level that is met at all."""
-    return has_level(runs[0]) and any(run.result.goodput.share for run in runs)
+    return any(map(_good, runs))
+
+
+def _good(run: Run) -> float:
+    """Share of good requests; 0 without a service level, by which nothing is compared then."""
+    return run.result.goodput.share or 0.0
 
 
 def badness(run: Run, *, by_level: bool) -> float:
@@ -62,7 +66,7 @@ def badness(run: Run, *, by_level: bool) -> float:
     result = run.result
     if not result.served:
         return float("inf")
-    return 1 - result.goodput.share if by_level else result.e2e.mean
+    return 1 - _good(run) if by_level else result.e2e.mean
 
 
 def best_of(runs: Sequence[Run]) -> Run:
@@ -223,7 +227,7 @@ def _against(best: Run, other: Run) -> str:
     if _near(worse, better, by_level=by_level):
         return f"as good as {other.policy}"
     if by_level:
-        return f"{now.goodput.share:.1%} good requests, {was.goodput.share:.1%} with {other.policy}"
+        return f"{_good(best):.1%} good requests, {_good(other):.1%} with {other.policy}"
     return f"{_change(best, other)} than with {other.policy}"
 
 
@@ -232,7 +236,7 @@ def _change(run: Run, other: Run) -> str:
     if _fewer(other.result.served, run.result.served):
         return f"{some(run.result.served, 'request')} served instead of {other.result.served:,}"
     if _by_level([run, other]):
-        now, was = f"{run.result.goodput.share:.1%}", f"{other.result.goodput.share:.1%}"
+        now, was = f"{_good(run):.1%}", f"{_good(other):.1%}"
         return f"as many good requests ({now})" if now == was else f"{now} good requests instead of {was}"
     if not other.result.e2e.mean:
         return "no request to compare"

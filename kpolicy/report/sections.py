@@ -57,8 +57,8 @@ def comparison(runs: Sequence[Run], best: Run | None) -> str:
         row = [cell(text(run.name) + mark, i, head=True)]
         row += [cell(ms(value), value) for value in (made.ttft.p50, made.ttft.p99, made.gap.p50, made.gap.p99)]
         row += [cell(seconds(value), value) for value in (made.e2e.p50, made.e2e.mean)]
-        if level:
-            row.append(cell(percent(made.goodput.share), made.goodput.share))
+        if (good := made.goodput.share) is not None:
+            row.append(cell(percent(good), good))
         row += [
             cell(count(made.served), made.served), cell(count(made.steps), made.steps),
             cell(seconds(made.step_us), made.step_us), cell(percent(host), host),

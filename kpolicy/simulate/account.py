@@ -147,7 +147,7 @@ class Account:
     ) -> SimResult:
         """All of it as one value."""
         engine, server = self._engine, self._server
-        registry, costs, level = engine.registry, engine.costs, server.service_level
+        registry, costs = engine.registry, engine.costs
         for tally in self.tallies:
             for launch in tally.decision.launches:
                 if launch.key is not None and tally.steps:
@@ -173,13 +173,7 @@ class Account:
             ttft=self.ttft.spread(),
             gap=self.gap.spread(),
             e2e=self.e2e.spread(),
-            goodput=Goodput(
-                ttft_ms=level.ttft_ms,
-                gap_ms=level.gap_ms,
-                good=self._good,
-                share=self._good / self.served if self.served else 0.0,
-                per_s=self._good / span_s if span_s else 0.0,
-            ),
+            goodput=self._goodput(span_s),
             span_s=span_s,
             not_captured={name: lost.count(name) for name in sorted(set(lost))},
             graphs=len(captured),
@@ -199,6 +193,18 @@ class Account:
             interrupted=interrupted,
             downgrades=tuple(map(str, engine.downgrades)),
             **self._steps(),
+        )
+
+    def _goodput(self, span_s: float) -> Goodput:
+        level, good = self._server.service_level, self._good
+        if level.ttft_ms is None and level.gap_ms is None:
+            return Goodput(ttft_ms=None, gap_ms=None, good=None, share=None, per_s=None)
+        return Goodput(
+            ttft_ms=level.ttft_ms,
+            gap_ms=level.gap_ms,
+            good=good,
+            share=good / self.served if self.served else 0.0,
+            per_s=good / span_s if span_s else 0.0,
         )
 
     def _steps(self) -> dict[str, Any]:

@@ -27,20 +27,20 @@ class Bound:
 
 @attrs.frozen(kw_only=True)
 class Goodput:
-    """Requests that met the service level.
+    """Requests that met the service level; without one no figure is there, as no request was held to anything.
 
     Args:
         ttft_ms, gap_ms: its limits; None is none.
-        good: requests that met all of them.
+        good: requests that met all of them; None where there are no limits, as in the other two.
         share: of those served.
         per_s: good requests a second of the run.
     """
 
     ttft_ms: float | None
     gap_ms: float | None
-    good: int
-    share: float
-    per_s: float
+    good: int | None
+    share: float | None
+    per_s: float | None
 
 
 @attrs.frozen(kw_only=True)
@@ -61,7 +61,7 @@ class SimResult:
         most_delayed_s: by how much at most.
         tokens: tokens generated.
         ttft, gap, e2e: time to first token, between a request's tokens, and from arrival to last token.
-        goodput: requests that met the service level.
+        goodput: requests that met the service level, where one was given.
         span_s: from the first arrival to the last token.
         modes: steps, tokens, padding and time by mode.
         reasons: steps by reason, of every rank.

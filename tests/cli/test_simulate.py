@@ -70,6 +70,28 @@ def test_json_is_the_library_result(kpolicy: Command, trace: Path) -> None:
     assert (other["objective"], other["first_token_limit"]) == ("1:0:1.25", 1.25)
 
 
+def test_only_a_service_level_has_good_requests(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """Without one the column is a dash and its figures are null in JSON, as nothing was asked of a request."""
+    page = tmp_path / "r.html"
+    figures = ("good", "share", "per_s")
+    for given in (("simulate", trace), ("sweep", trace, "--jobs", 1), ("report", trace, "--out", page)):
+        for level, more in ((None, ()), (9000.0, ("--slo-ttft-ms", 9000))):
+            told = kpolicy(*given, "--policy", "vllm", "--window", 0, *more, "--json").json
+            (of_trace,) = told["cases"] if "cases" in told else told["traces"]
+            result = of_trace["result"] if "result" in of_trace else (of_trace.get("policies") or of_trace["runs"])[0]
+            goodput = result["goodput"]
+            assert (goodput["ttft_ms"], goodput["gap_ms"]) == (level, None), given
+            assert [goodput[name] is None for name in figures] == [level is None] * 3, given
+            if given[0] == "report":
+                assert ("good requests" in page.read_text()) is (level is not None)
+                continue
+            shown = kpolicy(*given, "--policy", "vllm", *more).out.splitlines()
+            head = next(i for i, line in enumerate(shown) if "good /s" in line)
+            cells = re.split(" {2,}", shown[head + 1])
+            good = cells[-1] if given[0] == "simulate" else cells[-4]
+            assert (good == "-") is (level is None), shown
+
+
 def test_waiting_for_captures_is_told(kpolicy: Command, trace: Path) -> None:
     """Times to first tokens are otherwise taken for the policy's; of a warm server nothing is said."""
     for command in ("simulate", "sweep"):

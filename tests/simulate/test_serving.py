@@ -293,7 +293,8 @@ def test_goodput_counts_requests_that_meet_every_limit():
     """A request is good where its first token and its own mean gap are in time."""
     trace = trace_of((0, 5, 3), (0.001, 30, 3))
     plain, _ = run(trace, "eager")
-    assert (plain.goodput.good, plain.goodput.share) == (2, 1.0)
+    loose, _ = run(trace, "eager", of=server(service_level=ServiceLevel(gap_ms=1e6)))
+    assert (loose.goodput.good, loose.goodput.share) == (2, 1.0)
     between = (plain.ttft.p50 + plain.ttft.max) / 2e3
     assert plain.ttft.p50 < plain.ttft.max
     strict, _ = run(trace, "eager", of=server(service_level=ServiceLevel(ttft_ms=between)))
@@ -301,6 +302,16 @@ def test_goodput_counts_requests_that_meet_every_limit():
     assert strict.goodput.per_s == pytest.approx(1 / strict.span_s)
     slow, _ = run(trace, "eager", of=server(service_level=ServiceLevel(gap_ms=0.001)))
     assert slow.goodput.good == 0
+
+
+def test_without_a_service_level_there_is_no_goodput():
+    """No request was held to anything, so none is good or bad, whether one was served or not."""
+    for trace in (trace_of((0, 5, 3)), trace_of((0, 10**6, 3))):
+        result, _ = run(trace, "eager")
+        nothing = dict.fromkeys(("ttft_ms", "gap_ms", "good", "share", "per_s"))
+        assert result.as_dict()["goodput"] == attrs.asdict(result.goodput) == nothing
+    level, _ = run(trace, "eager", of=server(service_level=ServiceLevel(ttft_ms=1)))
+    assert (level.served, level.goodput.good, level.goodput.share, level.goodput.per_s) == (0, 0, 0.0, 0.0)
 
 
 def test_the_schedulers_own_time_is_in_every_step_and_more_in_those_with_prompts():
