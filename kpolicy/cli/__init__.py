@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command's entry point. It always exits, with one of these codes.
 
     - 0: done.
-    - 1: outputs were wrong, the device was lost, or the output can't be written.
+    - 1: outputs were wrong, the device was lost, a simulation served nothing, or a part can't be done or written.
     - 2: what was asked can't be done.
     - 130: interrupted.
     """

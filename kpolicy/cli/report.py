@@ -16,7 +16,7 @@ from kpolicy import __version__
 from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, whole
 from kpolicy.cli.plan import DEFAULT_WINDOW_S, budget_of
 from kpolicy.cli.render import console, print_json, say, told_after
-from kpolicy.cli.requests import read_each
+from kpolicy.cli.requests import read_each, unserved
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles, SimTurn
 from kpolicy.cli.simulate import setting_lines
@@ -105,6 +105,10 @@ def report_command(
     written = [*files, *followed]
     wrong = [each.error for _, each in made.failed]
     wrong += [line for each in made.traces for line in each.missing if line != each.interrupted]
+    for each in made.traces:
+        for run in each.runs:
+            named, result = f"{run.name} on {each.trace.source}", run.result
+            wrong += unserved(named, result.refused, served=result.served, kv_tokens=result.kv_tokens)
     wrong += lost
     kept = "above" if lost else f"in {out}"
     with told_after([*wrong, f"{made.interrupted}; what was done is {kept}."] if made.interrupted else wrong):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kpolicy.cli.options import check_rate
+from kpolicy.cli.render import counted
 from kpolicy.errors import ConfigError, KPolicyError
 from kpolicy.scheduling.traces import FailedTrace, Trace, default_trace, read_trace
 
-__all__ = ["errors_of", "read_each", "read_requests"]
+__all__ = ["errors_of", "read_each", "read_requests", "unserved"]
 
 
 def read_each(
@@ -47,6 +48,23 @@ def read_each(
 def errors_of(traces: Iterable[Trace | FailedTrace]) -> list[str]:
     """What is wrong with those traces that failed."""
     return [each.error for each in traces if isinstance(each, FailedTrace)]
+
+
+def unserved(named: str, refused: Mapping[str, int], *, served: int, kv_tokens: int) -> list[str]:
+    """That a simulation served none of its requests, so that it has nothing to compare; nothing where it served one.
+
+    Args:
+        named: the policy and the trace.
+        refused: requests handed back, by reason.
+        served: requests served.
+        kv_tokens: KV of a rank that the graphs leave.
+    """
+    if served or not refused:
+        return []
+    return [
+        f"{named}: no request was served ({counted(refused)}); each takes more than the {kv_tokens:,} KV tokens that "
+        "graphs leave. Raise --kv-tokens, or give another trace or window."
+    ]
 
 
 def read_requests(path: Path | None, *, start: float = 0.0, window: float = 0.0, rate: float | None = None) -> Trace:

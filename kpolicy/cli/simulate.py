@@ -14,7 +14,7 @@ from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of,
 from kpolicy.cli.recorded import replay_command
 from kpolicy.cli.render import console, print_json, told_after
 from kpolicy.cli.render_simulation import render_simulation
-from kpolicy.cli.requests import errors_of, read_each
+from kpolicy.cli.requests import errors_of, read_each, unserved
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.sim_files import SimFiles
 from kpolicy.cli.turns import progress_bar, unwritten
@@ -110,6 +110,11 @@ def simulate_command(
             raise failed[0][-1]
     report = _report(model, server, deployment, results, failed, specs)
     wrong = errors_of(loaded) + [f"{spec} on {trace.source}: {why}" for trace, spec, why in failed]
+    for trace, each in results:
+        for result in each:
+            if not result.interrupted:
+                named = f"{result.policy} on {trace.source}"
+                wrong += unserved(named, result.refused, served=result.served, kv_tokens=result.kv_tokens)
     wrong += unwritten(lambda: files.write(report))
     with told_after([*wrong, "interrupted; what was done is above."] if interrupted else wrong):
         if json:

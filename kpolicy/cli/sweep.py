@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_of, specs_of, whole
 from kpolicy.cli.render import console, counted, grid, print_json, say, show, told_after
 from kpolicy.cli.render_simulation import COLD
-from kpolicy.cli.requests import errors_of, read_each
+from kpolicy.cli.requests import errors_of, read_each, unserved
 from kpolicy.cli.serving_options import Served
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_files, progress_bar, unwritten
@@ -151,6 +151,10 @@ def sweep_command(
     points = points_of(lines, metric)
     failed = [line for line in lines if "error" in line and not _told(line, common.traces)]
     wrong = errors_of(common.traces.values()) + [f"{_named(line['case'])}: {line['error']}" for line in failed]
+    for line in lines:
+        if (result := line.get("result")) is not None:
+            named = _named(line["case"])
+            wrong += unserved(named, result["refused"], served=result["served"], kv_tokens=result["kv_tokens"])
     wrong += [] if plot is None else unwritten(partial(draw, points, metric, plot))
     with told_after(wrong):
         if json:

@@ -334,17 +334,21 @@ def test_one_request_is_enough(kpolicy: Command, tmp_path: Path) -> None:
 
 
 def test_a_trace_of_which_nothing_is_served(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
-    """The page says so and what to do, and has other traces whole."""
+    """The page and standard error say so and what to do (code 1), and other traces are whole."""
     pytest.importorskip("matplotlib")
     long = write(tmp_path / "long.csv", "timestamp,input_length,output_length", "0,1000000,9", "5,1000000,9")
     out = tmp_path / "r.html"
     ended = kpolicy("report", long, "--out", out, *SMALL)
-    assert ended.code == 0, ended.err
+    assert ended.code == 1
+    told = f"on {long}, from 0 s for 300 s: no request was served (2 over_kv_capacity); each takes more than the "
+    assert [told in line for line in ended.err.splitlines()] == [True, True]
     said = " ".join(ended.out.split())
     assert f"No request of {long}, from 0 s for 300 s was served (2 over_kv_capacity): give more KV tokens" in said
     given = ("--policy", "vllm", "--out", out, *SMALL, "--budget", 4, "--plots", tmp_path / "plots", "--json")
     ended = kpolicy("report", long, trace, *given)
-    assert ended.code == 0, ended.err
+    assert ended.code == 1
+    assert ended.err.startswith(f"kpolicy: vllm {told}")
+    assert len(ended.err.splitlines()) == 1
     first, second = ended.json["traces"]
     assert "was served (2 over_kv_capacity)" in first["advice"]["sentence"]
     assert first["advice"]["paste"] == []

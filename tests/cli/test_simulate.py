@@ -230,14 +230,37 @@ def test_a_config_alone_prices_a_batch(kpolicy: Command, config: Path) -> None:
 def test_what_served_nothing_has_no_figures(kpolicy: Command, tmp_path: Path) -> None:
     """Where no request fits, latencies are dashes and tables without rows are left out."""
     path = write(tmp_path / "t.csv", "timestamp,input_length,output_length", "0,1000000,5")
-    for command in (("simulate", path), ("run", "--trace", path)):
+    for code, command in ((1, ("simulate", path)), (0, ("run", "--trace", path))):
         ended = kpolicy(*command, "--policy", "eager")
-        assert ended.code == 0, ended.err
+        assert ended.code == code, ended.err
         assert "         1 request over 0 s; rows dropped: none\n" in ended.out
         assert "requests handed back: 1 over_kv_capacity" in ended.out
         assert re.search(r"^eager .*  -( |$)", ended.out, re.MULTILINE)
         assert "0.0 / 0.0" not in ended.out
         assert "what it means" not in ended.out
+
+
+def test_serving_nothing_isnt_done(kpolicy: Command, tmp_path: Path) -> None:
+    """Each policy that served no request of a trace is a line on standard error and code 1, and results are there."""
+    head = "timestamp,input_length,output_length"
+    long = write(tmp_path / "long.csv", head, "0,1000000,5")
+    short = write(tmp_path / "t.csv", head, "0,10,5", "1,9999,5")
+    out = tmp_path / "r.json"
+    given = ("--policy", "eager", "--policy", "full", "--kv-tokens", 9000, "--json")
+    ended = kpolicy("simulate", short, long, *given, "--out", out)
+    assert ended.code == 1
+    served = [[each["served"] for each in trace["policies"]] for trace in ended.json["traces"]]
+    assert served == [[1, 1], [0, 0]]
+    assert json.loads(out.read_text()) == ended.json
+    left = [each["kv_tokens"] for each in ended.json["traces"][1]["policies"]]
+    assert left[1] < left[0] == 8992
+    assert ended.err.splitlines() == [
+        f"kpolicy: {policy} on {long}: no request was served (1 over_kv_capacity); each takes more than the {kv:,} KV "
+        "tokens that graphs leave. Raise --kv-tokens, or give another trace or window."
+        for policy, kv in zip(("eager", "full"), left, strict=True)
+    ]
+    ended = kpolicy("simulate", short, *given)
+    assert (ended.code, ended.err) == (0, "")
 
 
 def test_a_profile_alone_leaves_kv_whole(kpolicy: Command, trace: Path, tmp_path: Path) -> None:

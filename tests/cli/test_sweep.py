@@ -122,10 +122,14 @@ def test_lines_are_json_that_reads_back(kpolicy: Command, trace: Path, tmp_path:
 
 
 def test_a_trace_of_which_nothing_is_served(kpolicy: Command, tmp_path: Path) -> None:
-    """It has no latencies, and no zeros that look like some; what was handed back stays in the results."""
+    """It has no latencies, and no zeros that look like some; it is told (code 1), and what was handed back stays."""
     long = write(tmp_path / "long.csv", "timestamp,input_length,output_length", "0,1000000,9")
     ended = kpolicy("sweep", long, "--policy", "eager", "--jobs", 1)
-    assert ended.code == 0, ended.err
+    assert ended.code == 1
+    assert ended.err == (
+        "kpolicy: eager on long.csv x1, costs default, ladder own: no request was served (1 over_kv_capacity); each "
+        "takes more than the 400,000 KV tokens that graphs leave. Raise --kv-tokens, or give another trace or window.\n"
+    )
     (row,) = (line for line in ended.out.splitlines() if line.startswith("eager"))
     assert row.split()[:5] == ["eager", "-", "-", "-", "-"]
     assert "1 case has requests handed back, up to 1 over_kv_capacity" in ended.out
