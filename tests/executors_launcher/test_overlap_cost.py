@@ -18,7 +18,7 @@ DECODE_US, PROMPT_US = 1500.0, {2048: 6400.0, 1024: 4500.0, 512: 3000.0, 64: 180
 TRUE = {1: Overlap.of(0.3, 2.0), FEW_DECODES: Overlap.of(0.4, 1.8), MANY_DECODES: Overlap.of(0.7, 1.5)}
 SHARES = {SplitForm.BESIDE: 0.2, SplitForm.DECODES_BESIDE: 0.5}
 """Where the host runs both"""
-PAID = {512: 0.4, 64: 0.3}
+PAID = {1024: 0.45, 512: 0.4, 64: 0.3}
 """By tokens of prompts that four decode steps outlast: what they add of their time"""
 
 
@@ -118,12 +118,13 @@ def test_nothing_timed_overlaps_nothing() -> None:
 
 
 def test_what_is_left_of_it_beside_shorter_prompts() -> None:
-    """By hand: beside long ones decode steps that are over last pay 0.8 of 1.4, beside these 0.3 and 0.4."""
+    """By hand: beside long ones decode steps that are over last pay 0.8 of 1.4, beside these 0.3, 0.4 and 0.45."""
     found = overlap(Bench(), 64, 512, 1024, 2048).effects()["outlasted_share"]
-    assert found == ((64, pytest.approx(0.3 * 1.4 / 0.8)), (512, pytest.approx(0.4 * 1.4 / 0.8)), (2048, 1.0))
+    shares = [(tokens, pytest.approx(paid * 1.4 / 0.8)) for tokens, paid in sorted(PAID.items())]
+    assert found == (*shares, (2048, 1.0))
     # No more than beside long ones, nor less than nothing.
-    found = overlap(Bench(paid={512: 0.9, 64: -0.1}), 64, 512, 1024, 2048).effects()["outlasted_share"]
-    assert found == ((64, 0.0), (512, 1.0), (2048, 1.0))
+    found = overlap(Bench(paid={1024: 0.4, 512: 0.9, 64: -0.1}), 64, 512, 1024, 2048).effects()["outlasted_share"]
+    assert found == ((64, 0.0), (512, 1.0), (1024, pytest.approx(0.4 * 1.4 / 0.8)), (2048, 1.0))
 
 
 @pytest.mark.parametrize("bench", [Bench(prompt=5.0), Bench(untold=True), Bench(*SHARES), Bench(host_runs=True)])
@@ -173,7 +174,8 @@ def test_one_decode_row_and_many_have_numbers_of_their_own() -> None:
     found = overlap(Bench(), 512, 1024, 2048).effects()
     one, many = TRUE[1], TRUE[MANY_DECODES]
     # The smallest graph of pieces holds the shortest prompt too.
-    assert found.pop("outlasted_share") == ((512, pytest.approx(0.4 * 1.4 / 0.8)), (2048, 1.0))
+    shares = [(tokens, pytest.approx(PAID[tokens] * 1.4 / 0.8)) for tokens in (512, 1024)]
+    assert found.pop("outlasted_share") == (*shares, (2048, 1.0))
     assert found == {
         "one_row_overlap": pytest.approx(one.cost), "one_row_slowdown": pytest.approx(one.slowdown),
         "many_rows_overlap": pytest.approx(many.cost), "many_rows_slowdown": pytest.approx(many.slowdown),

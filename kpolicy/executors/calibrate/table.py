@@ -63,7 +63,7 @@ _OFTEN = 3
 """Samples a round of steps beside each other where the host runs them: two cores serve those, of all the others one"""
 _SEVERAL = 4
 """Decode steps beside a prompt that doesn't last as long"""
-_SHORTER = (32, 4)
+_SHORTER = (32, 4, 2)
 """Parts of the longest prompt's tokens that prompts which are over first have"""
 _WAYS = 2
 """Steps that tell what beside each other costs"""
@@ -442,7 +442,7 @@ class _Overlap:
     prompt is later tells the one, when they are over the other (`kpolicy.overlap.Overlap`). Beside shorter prompts
     decode steps slow down less: by long ones' speeds steps of Qwen2.5-0.5B with prompts of up to 1,280 tokens were
     expected 8% too slow, with longer ones 1% (docs/measured_fidelity.md). So several decode steps beside prompts of a
-    quarter and a 32nd of the longest's tokens, which are over first, tell what is left of that there
+    half, a quarter and a 32nd of the longest's tokens, which are over first, tell what is left of that there
     (`StepEffects.outlasted_share`).
 
     Where the host runs what it launches it is the share of the shorter half's time that both take beyond the longer
