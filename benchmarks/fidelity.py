@@ -55,7 +55,7 @@ from benchmarks.fidelity_again import (
     steps_again,
 )
 from benchmarks.fidelity_served import Turns, forecasts, latencies, outside, requests_of
-from benchmarks.fidelity_turns import figure, figures_of, not_shown, ranked_wrong, ranking, ties
+from benchmarks.fidelity_turns import captures_of, figure, figures_of, not_shown, ranked_wrong, ranking, ties
 from kpolicy.costs import CostTable
 from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity
@@ -173,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{POOLED}, side by side", *side_by_side(pooled, again[POOLED]), sep="\n  ")
         print(f"{POOLED}, how many of the run's steps in a cell ran again", *map(str, cells), sep="\n  ")
     per_token = us_per_token(logs, profile.costs)
-    wrong, unsure = ranked_wrong(per_token), not_shown(per_token)
+    captures = captures_of(logs, profile.costs)
+    print("decode graphs as captured by", *(f"{policy} {times - 1:+.2%}" for policy, times in captures.items()))
+    wrong, unsure = ranked_wrong(per_token, captures), not_shown(per_token, captures)
     print("ranking by time a token:", wrong or "as measured", *(f", {each} not shown" for each in unsure))
     served: dict[str, Any] = {}
     of_run: dict[str, Any] = {}
@@ -181,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = json.loads(arguments.run.read_text())
         requests = requests_of(run, arguments.trace, arguments.start, arguments.window)
         found = latencies(run, requests, profile.costs, logs)
-        served = {"policies": found, **ranking(found)}
+        served = {"policies": found, **ranking(found, captures)}
         for policy, each in found.items():
             for part in (each, *each.get("turns", ())):
                 print(
@@ -197,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 policy: [[round(us, 2) for us in outside(each)] for each in run["policies"] if each["policy"] == policy]
                 for policy in found
             },
-            "forecasts": forecasts(run, requests, profile.costs, logs),
+            "forecasts": forecasts(run, requests, profile.costs, logs, captures),
         }
         for knows, forecast in of_run["forecasts"].items():
             print(f"told {knows} of the run:", *(
@@ -235,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             },
             "us_per_token": per_token,
             "ranked_wrong": wrong,
-            "tie": ties(per_token),
+            "captures": captures,
+            "tie": ties(per_token, captures),
             "not_shown": unsure,
             "served": served,
             **of_run,

@@ -330,7 +330,9 @@ def _render(totals: dict[str, Any], costs: CostTable) -> None:
             f"{costs.served.scheduler_prompt_us:,.0f} more with prompts"
             + (
                 f", the host {slower['least']:.2f} to {slower['most']:.2f} times as long, {slower['mean']:.2f} in the "
-                "mean" if slower else ""
+                "mean"
+                if slower
+                else ""
             )
         )
     for part, us in totals.get("repeats_launching_us", {}).items():

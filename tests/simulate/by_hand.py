@@ -333,11 +333,11 @@ def serve(trace: Sequence[TraceRequest], policy: str, server: Server, seed: int)
             continue
         rows = [(server.settings.query_len * len(plan[0]), sum(new for _, new in plan[1])) for plan in plans]
         mode, steps, ready_us, us = decided(policy, form, plans)
-        ready_us += (server.scheduler_us or 0.0)
-        us += (server.scheduler_us or 0.0)
+        ready_us += server.scheduler_us or 0.0
+        us += server.scheduler_us or 0.0
         if any(prompts for _, prompts in rows):
-            ready_us += (server.scheduler_prompt_us or 0.0)
-            us += (server.scheduler_prompt_us or 0.0)
+            ready_us += server.scheduler_prompt_us or 0.0
+            us += server.scheduler_prompt_us or 0.0
         if server.settings.query_len > 1 and any(decodes for decodes, _ in rows):
             ready_us += server.drafts.draft_us
             us += server.drafts.draft_us
