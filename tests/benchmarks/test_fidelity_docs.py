@@ -1,4 +1,4 @@
-"""docs/measured_fidelity.md has every cell and latency as its result has it; docs/fidelity.md the latest in short."""
+"""docs/measured_fidelity.md has every cell and latency as its result has it; docs/earlier_fidelity.md runs in short."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kpolicy.simulate.repeats import LEAST_REPEATS
 DOCS = Path(__file__).parents[2] / "docs"
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "azure_llm_2023_code.csv"
 DOC = (DOCS / "measured_fidelity.md").read_text(encoding="utf-8").splitlines()
-SHORT = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
+SHORT = (DOCS / "earlier_fidelity.md").read_text(encoding="utf-8").splitlines()
 SIMULATE = (DOCS / "simulate.md").read_text(encoding="utf-8").splitlines()
 README = " ".join((DOCS / "../README.md").read_text(encoding="utf-8").split())
 LAST = (
@@ -75,8 +75,8 @@ LATEST = {name.split("-")[0]: name for name in LAST}
 FIGURES = {"ttft_p50_ms": "TTFT p50", "gap_p50_ms": "gap p50", "busy_ms": "all steps", "span_ms": "span"}
 """What policies are ranked by beside the time a token, in the page's words"""
 COUNTS = {
-    1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 14: "fourteen", 20: "twenty",
-    25: "twenty-five",
+    1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 14: "fourteen",
+    20: "twenty", 25: "twenty-five",
 }  # fmt: skip
 VERDICTS = ("yes", "to the letter", "not shown", "no")
 TAKEN = {"rate-2-ninth": 2, "rate-2-tenth": 3, "small24-sixth": 1, "small24-seventh": 2, "small24-eighth": 3}
@@ -379,17 +379,14 @@ def runs_of(model: str) -> tuple[list[str], list[str]]:
 
 
 def test_what_the_short_page_says_first_is_so() -> None:
-    """How many runs hold, by one count on every page, how far off latencies are, and which pairs are ranked wrongly."""
-    page, simulate = (" ".join(" ".join(each).split()) for each in (SHORT, SIMULATE))
+    """How many runs hold, how far off latencies are, and which pairs are ranked wrongly."""
+    page = " ".join(" ".join(SHORT).split())
     (small, small_holds), (lite, lite_holds), (tiny, tiny_holds) = map(runs_of, MODELS)
     assert (small_holds, lite_holds, tiny_holds) == ([small[0], *small[-3:]], lite[-2:], [tiny[0], tiny[-1]])
     counts = [COUNTS[len(each)] for each in (small_holds, small, lite_holds, lite, tiny_holds, tiny)]
     told = "{} of {} of Qwen2.5-0.5B, its first and its latest three, {} of {} of DeepSeek-V2-Lite, its latest two, "
     told += "and {} of {} of the small model, its first and its latest."
     assert told.format(*counts) in page
-    told = "in {} of {} runs of Qwen2.5-0.5B's shape, {} of {} of DeepSeek-V2-Lite's, their latest among them, and "
-    told += "{} of {} of a small model"
-    assert told.format(*counts) in simulate
     letters = [name for name in small_holds + lite_holds if name not in CLAUSE]
     assert all(verdicts(name).count("to the letter") == 1 for name in letters)
     assert [name.split("-")[-1] for name in letters[:3]] == ["eleventh", "fourteenth", "fifteenth"]
@@ -405,9 +402,6 @@ def test_what_the_short_page_says_first_is_so() -> None:
                                             for key, row in rows_of(name).items())]  # fmt: skip
     assert bound == ["small24-eleventh"]
     assert "cells that the host bounds hold by first turns in seven; the small model's eleventh is over" in page
-    assert f"**Qwen2.5-0.5B's shape, in {counts[0]} runs of {counts[1]}, and a small model" in README
-    assert f"bounds, in {counts[4]} of {counts[5]}**" in README
-    assert f"**DeepSeek-V2-Lite's shape, in {counts[2]} runs of {counts[3]}**, its latest two" in README
     [whole] = [name for name in small + lite if {*verdicts(name)} == {"yes"} and name not in CLAUSE]
     assert (whole, ranked(whole)) == ("dsv2lite-seventh", "wrongly by gap p50")
     assert "DeepSeek-V2-Lite's seventh holds in every cell and ranks one pair wrongly" in page
@@ -533,11 +527,6 @@ def test_the_short_page_tells_what_a_slow_core_makes_host_bound() -> None:
     told += "DeepSeek-V2-Lite's run it "
     assert f"{told}was too quick" in page
     assert rows[1]["bias"] < 0
-    told = f"are {rows[0]['error'] * 100:.1f} and {rows[1]['error']:.1%} off singly, as far as steps of one "
-    told += "kind lie apart "
-    told += f"there, and {again[0]['error'] * 100:.1f} and {again[1]['error']:.1%} by the middle of repeats "
-    told += "that the host"
-    assert told in README
 
 
 def by_own_speed(name: str, turns: str = "all_turns") -> dict[tuple[str, str], dict[str, Any]]:
@@ -626,7 +615,6 @@ def test_the_short_page_tells_the_latest_of_the_small_qwen_and_of_the_small_mode
     ]
     told = f"in both turns, single steps of every cell are within {at_speed[0]:.1%} (0.5B), {at_speed[1]:.1%} "
     assert f"{told}(DeepSeek-V2-Lite) and {at_speed[2]:.1%} (small)" in page
-    assert f"in a tenth of the profile's speed single steps of every cell are within {max(at_speed):.1%}" in README
     own, other = (host_bound_on("slow", name) for name in (small, tiny))
     eager, pieces, eager_too, pieces_too = own["eager"], own["piecewise"], other["eager"], other["piecewise"]
     told = f"EAGER is {eager['error'] * 100:.1f} and {eager_too['error']:.1%} off in these two, and PIECEWISE that the "
@@ -732,7 +720,7 @@ def test_what_a_simulation_forecasts() -> None:
         return max(abs(policy[key]["error"]) for each in by_run[name] for policy in each["policies"].values())
 
     ttft, gap = (max(worst(name, key) for name in CLAUSE) for key in ("ttft_p50_ms", "gap_p50_ms"))
-    page, simulate = (" ".join(" ".join(each).split()) for each in (SHORT, SIMULATE))
+    page = " ".join(" ".join(SHORT).split())
     assert f"**On a busy host that is up to {ttft:.1%} off in TTFT and {gap:.1%} in gaps**" in page
     wrong = [
         (tuple(pair), max(sides) / min(sides) - 1)
@@ -760,11 +748,7 @@ def test_what_a_simulation_forecasts() -> None:
     plain, more = ([each[i] for each in scheduler] for i in (0, 1))
     told = f"the scheduler took {min(plain):.0f} to {max(plain):.0f} us a step here, and {min(more):.0f} to "
     assert f"{told}{max(more):.0f} more with prompts" in page
-    held = max(worst(name, "ttft_p50_ms") for name in (CLAUSE[0], CLAUSE[2]))
-    told = f"medians of these two are up to {held:.1%} off, of the small model's run before {ttft:.1%}, in the order "
-    assert f"{told}measured but for one pair {apart:.1%} apart" in README
     assert f"medians are up to {ttft:.1%} off on busy hosts" in page
-    assert f"medians were up to {ttft:.1%} off" in simulate
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason="the traces lie beside the repository and aren't here")
@@ -1737,8 +1721,6 @@ def test_figures_of_the_run_on_an_h100_in_the_text() -> None:
     assert f"`auto`'s and `piecewise`'s medians are within {told}, gaps within {latencies_off(name)[1]:.1%}" in page
     assert f"`vllm`'s TTFT p50, by {late['error']:.1%}; the other policies' medians are within {told}" in short
     assert f"EAGER and PIECEWISE {row['error'] * 100:.1f} and {pieces['error']:.1%} off singly" in short
-    assert f"bounds by {row['error'] * 100:.1f} and {pieces['error']:.1%} singly" in README
-    assert f"first token is {late['error']:.1%} off, other policies' within {told}" in README
     assert not any((last["ranked_wrong"], *last["served"]["ranked_wrong"].values()))
     assert last["served"]["not_shown"]["gap_p50_ms"] == [["piecewise", "vllm"]]
     assert f"as `vllm`'s turns are {last['served']['tie']['gap_p50_ms']['piecewise and vllm']:.1%} apart" in page

@@ -1,0 +1,252 @@
+"""docs/fidelity.md tells the latest run of each model as its results have it, and other pages tell no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.fidelity_served import NOTHING
+from kpolicy.middle_profile import middle
+from kpolicy.schemas import read_profile
+from tests.benchmarks import test_fidelity_docs as earlier
+from tests.benchmarks.test_fidelity_docs import ALONE, DOCS, FIGURES, MODELS, MOST_LATENCY, README, SIMULATE, line_of
+
+RUNS = ("dsv2lite-nineteenth", "rate-1.3-seventeenth")
+PAGE = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
+TOLD = " ".join(" ".join(PAGE).split())
+RULE = " ".join((DOCS / "measured_fidelity.md").read_text(encoding="utf-8").split())
+NAMES = {"ttft_p50_ms": 1, "gap_p50_ms": 2}
+"""Medians of latencies, and digits of their milliseconds"""
+MOST_APART = 0.1
+"""By so much a policy's own turns may be apart in a figure that a forecast is held to"""
+LITE, SMALL = RUNS
+
+
+def model(name: str) -> str:
+    return MODELS[name.split("-")[0]]
+
+
+def rows(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """A run's cells in the regimes that the profile has at its own host speed, by first turns."""
+    own = earlier.at_own_speed(name)["policies"]["all policies"]
+    return {(row["mode"].split("/")[0], row["regime"]): row for row in own if row["regime"] != "all"}
+
+
+def judged(name: str, key: tuple[str, str]) -> tuple[str, float]:
+    """A cell's verdict by the clause, and the error that says so."""
+    return earlier.judged(rows(name)[key], earlier.at_own_speed(name))
+
+
+def all_turns(name: str) -> dict[tuple[str, str], float]:
+    """Errors of single steps of all turns."""
+    own = earlier.written(name)["by_own_speed"]["all_turns"]
+    return {(row["mode"].split("/")[0], row["regime"]): row["error"] for row in own if row["regime"] != "all"}
+
+
+def repeated(name: str, key: tuple[str, str]) -> str:
+    """The middle of repeats, where four fifths of the cell ran again three times."""
+    row = rows(name)[key]
+    of, error = earlier.ran_again(earlier.at_own_speed(name), row["mode"], row["regime"])
+    return earlier.share(error) if of >= earlier.AGAIN_SHARE else ""
+
+
+def forecasts(name: str) -> dict[str, dict[str, dict[str, float]]]:
+    """Told nothing of the run, by the calibrations before it alone."""
+    found: dict[str, dict[str, dict[str, float]]] = earlier.written(name + ALONE)["forecasts"][NOTHING]["policies"]
+    return found
+
+
+def shown(figure: dict[str, float]) -> bool:
+    """Whether the machine has one figure that a forecast can be held to."""
+    return figure["apart"] <= MOST_APART
+
+
+def forecast(figure: dict[str, float], digits: int) -> str:
+    off = f"{figure['error']:+.1%}"
+    error = f"**{off}**" if abs(figure["error"]) > MOST_LATENCY else off
+    unshown = "" if shown(figure) else f"; own turns {figure['apart']:.1%} apart"
+    return f"{figure['measured']:.{digits}f} / {figure['simulated']:.{digits}f} ({error}{unshown})"
+
+
+def test_forecasts_are_told_as_the_results_have_them() -> None:
+    """A row of each policy of each run: measured, forecast, the error; told the host's speed beside it."""
+    expected = []
+    for name in RUNS:
+        told = earlier.written(name + ALONE)["served"]["policies"]
+        for i, (policy, found) in enumerate(forecasts(name).items()):
+            known = (f"{told[policy][key]['error']:+.1%}" for key in NAMES)
+            columns = [forecast(found[key], digits) for key, digits in NAMES.items()]
+            begin = ["" if i else model(name), f"`{policy}`"]
+            expected.append(line_of([*begin, *(each for both in zip(columns, known, strict=True) for each in both)]))
+    assert earlier.table_of(expected[0], PAGE) == (6, expected)
+
+
+def test_cells_are_told_as_the_results_have_them() -> None:
+    """Each cell of each run: steps, single ones of first turns and of all, what the machine differs by, repeats."""
+    expected = []
+    for name in RUNS:
+        for i, (key, row) in enumerate(rows(name).items()):
+            begin = ["" if i else model(name), ", ".join(key), f"{row['steps']:,}"]
+            errors = [earlier.share(each) for each in (row["error"], all_turns(name)[key])]
+            middle_error = repeated(name, key) if row["noise"] >= earlier.NOISY else ""
+            expected.append(line_of([*begin, *errors, f"{row['noise']:.1%}", middle_error, judged(name, key)[0]]))
+    assert earlier.table_of(expected[0], PAGE) == (8, expected)
+
+
+def test_what_the_page_says_first_is_so() -> None:
+    """Errors of forecasts and of cells, and which pairs are ranked wrongly."""
+    lite, small = (
+        {(policy, key): figures[key] for policy, figures in forecasts(name).items() for key in NAMES} for name in RUNS
+    )
+    most = max(abs(each["error"]) for each in lite.values())
+    others = max(abs(each["error"]) for each in small.values() if shown(each))
+    [(late, figure)] = [(key, each) for key, each in small.items() if not shown(each)]
+    assert late == ("vllm", "ttft_p50_ms")
+    told = f"within {most:.1%} on DeepSeek-V2-Lite's shape and {others:.1%} on Qwen2.5-0.5B's, but for `vllm`'s first "
+    told += f"token there, {figure['error']:.1%} late, whose own two turns are {figure['apart']:.1%} apart"
+    assert told in TOLD
+    whole = max(row["error"] for row in rows(LITE).values()), max(all_turns(LITE).values())
+    assert max(whole) <= earlier.MOST
+    assert {judged(LITE, key)[0] for key in rows(LITE)} == {"yes"}
+    assert (
+        f"DeepSeek-V2-Lite's are within {whole[0]:.1%} in every mode and regime, in both turns {whole[1]:.1%}" in TOLD
+    )
+    [(key, odd)] = [(key, row) for key, row in rows(SMALL).items() if judged(SMALL, key)[0] != "yes"]
+    assert (key, judged(SMALL, key)[0]) == (("piecewise", "host-bound"), "no")
+    rest = max(row["error"] for each, row in rows(SMALL).items() if each != key)
+    steps = sum(row["steps"] for row in rows(SMALL).values())
+    both = max(error for each, error in all_turns(SMALL).items() if each != key)
+    told = f"the 0.5B's within {rest:.1%}, in both turns {both:.1%}, but for {odd['steps']} of {steps:,} steps, PIECEWISE that the host bounds, "
+    told += f"{odd['error']:.1%} off and {judged(SMALL, key)[1]:.1%} by the middle of repeats"
+    assert told in TOLD
+    told_speed = [
+        max(abs(each[key]["error"]) for each in earlier.written(name + ALONE)["served"]["policies"].values())
+        for name in RUNS
+        for key in NAMES
+    ]
+    assert max(told_speed) <= MOST_LATENCY
+    assert f"Told how fast the host was when, every median of both is within {max(told_speed):.1%}" in TOLD
+
+
+def wrongly(name: str) -> dict[str, list[list[str]]]:
+    """By what pairs of policies are ranked wrongly, told the host's speed and, after "forecast", told nothing."""
+    result = earlier.written(name)
+    found = {"time a token": result["ranked_wrong"]}
+    found |= {FIGURES[key]: pairs for key, pairs in result["served"]["ranked_wrong"].items()}
+    blind = earlier.written(name + ALONE)["forecasts"][NOTHING]["ranked_wrong"]
+    found |= {f"forecast {FIGURES[key]}": pairs for key, pairs in blind.items()}
+    return {key: pairs for key, pairs in found.items() if pairs}
+
+
+def test_which_pairs_rank_wrongly() -> None:
+    """None on DeepSeek-V2-Lite; one pair of the 0.5B's, by how much it is apart, and how much captures are."""
+    pair = [["split:form=decodes_beside", "auto"]]
+    assert wrongly(LITE) == {}
+    assert wrongly(SMALL) == {"time a token": pair, "forecast gap p50": pair}
+    result = earlier.written(SMALL)
+    split, auto = (result["us_per_token"][policy]["measured"] for policy in pair[0])
+    gaps = [forecasts(SMALL)[policy]["gap_p50_ms"]["measured"] for policy in pair[0]]
+    told = f"by time a token, in which they are {auto / split - 1:.1%} apart, and a forecast by the gap, "
+    assert f"{told}{gaps[1] / gaps[0] - 1:.1%} apart" in TOLD
+    captures = [result["captures"][policy] for policy in pair[0]]
+    assert f"decode graphs differ by {captures[1] / captures[0] - 1:.1%} between these two" in TOLD
+    least, most = sorted(earlier.written(LITE)["captures"].values())
+    assert f"and by {most / least - 1:.1%} between two of DeepSeek-V2-Lite's" in TOLD
+
+
+def test_what_the_host_took() -> None:
+    """In the runs and in the servings that forecasts go by, over what the profile's launches are of."""
+    told = []
+    for name in RUNS:
+        result, costs = earlier.written(name + ALONE), read_profile(earlier.path_of(name + ALONE, "-profile")).costs
+        assert costs.served is not None
+        turns = [turn["host_work_us"] for each in result["served"]["policies"].values() for turn in each["turns"]]
+        usual_us, noted = costs.host_work_us, costs.served.host_work_us
+        times = (min(turns) / usual_us, max(turns) / usual_us, costs.served.mean_work_us / usual_us)
+        slowest = max(noted) / usual_us
+        told.append(f"{times[0]:.2f} to {times[1]:.2f} times as long in the mean of a turn, {times[2]:.2f} in the mean")
+        assert f"{told[-1]} while its calibrations served" in TOLD
+        assert f"{slowest:.1f} times at most" in TOLD
+        own = [us for turns in result["scheduler_us"].values() for us in turns]
+        steps, prompts = ([us[i] for us in own] for i in (0, 1))
+        served = costs.served
+        said = f"{min(steps):.0f} to {max(steps):.0f} us a step in the run and {served.scheduler_us:.0f} in them, "
+        said += f"{min(prompts):.0f} to {max(prompts):.0f} and {served.scheduler_prompt_us:.0f} more with prompts"
+        assert said in TOLD
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_profiles_are_the_middle_of_their_calibrations(name: str) -> None:
+    """Of the three before the run, by which it is forecast, and of all five; no verdict is another by the three."""
+    made = [read_profile(earlier.path_of(name, f"-profile-{number}")) for number in range(1, 6)]
+    assert middle(made).costs == read_profile(earlier.path_of(name, "-profile")).costs
+    assert middle(made[:3]).costs == read_profile(earlier.path_of(name + ALONE, "-profile")).costs
+    assert all(each.costs.served is not None and each.costs.served.host_work_us for each in made)
+    verdicts = [{key: judged(each, key)[0] for key in rows(each)} for each in (name, name + ALONE)]
+    assert verdicts[0] == verdicts[1]
+    named = f"`fidelity-h200-{name}.json`"
+    assert named in TOLD
+
+
+def test_the_clause_was_written_before_the_runs_that_it_judges() -> None:
+    """By its time and the first calibration's."""
+    assert "**Forecasts**, on 2026-11-29 at 18:44 UTC (committed at 18:45, c3d2e5a8)" in RULE
+    made = [read_profile(earlier.path_of(name, "-profile-1")).measured_at for name in RUNS]
+    assert min(made) > "2026-11-29T18:45"
+
+
+def before() -> tuple[int, int]:
+    """How many runs on an H200 there were before, and how many hold."""
+    runs = [earlier.runs_of(each) for each in MODELS]
+    return sum(len(each) for each, _ in runs), sum(len(held) for _, held in runs)
+
+
+def earlier_forecasts() -> list[tuple[float, str, str]]:
+    """(error, run, what it was told) of each median that those before by the clause were forecast."""
+    return [
+        (abs(each[key]["error"]), name, knows)
+        for name in earlier.CLAUSE
+        for knows, found in earlier.written(name + earlier.FORECAST)["forecasts"].items()
+        for each in found["policies"].values()
+        for key in NAMES
+    ]
+
+
+def test_what_the_page_says_of_other_runs_and_loads() -> None:
+    """How many before hold, how far off forecasts were, how busy the slowest policy was, and what halves are off by."""
+    made, held = before()
+    assert f"Of {made} runs before on H200s {earlier.COUNTS[held]} hold, each by the rule of its time" in TOLD
+    off = earlier_forecasts()
+    assert f"were up to {max(off)[0]:.1%} off" in TOLD
+    assert f"a first token's median was up to {max(off)[0]:.1%} off" in TOLD
+    assert (
+        f"and was {max(each for each in off if each[1:] == ('small24-twelfth', NOTHING))[0]:.1%} off as a fore" in TOLD
+    )
+    busy = [
+        max(each["busy_ms"]["measured"] / each["span_ms"]["measured"] for each in found["policies"].values())
+        for found in (earlier.written(name)["served"] for name in reversed(RUNS))
+    ]
+    assert f"the slowest policy is busy for {busy[0] * 100:.0f} and {busy[1]:.0%} of the time" in TOLD
+    own = earlier.written(SMALL)["by_own_speed"]["first_turns"]
+    [halves] = [row for row in own if (row["mode"], row["regime"]) == ("split/decodes_beside", "all")]
+    assert f"They came out {halves['bias']:.1%} too slow in the mean" in TOLD
+
+
+def test_other_pages_say_the_same() -> None:
+    """README and simulate.md give the same figures and point here."""
+    lite, small = (
+        [each[key] for each in forecasts(name).values() for key in NAMES if shown(each[key])] for name in RUNS
+    )
+    most = [max(abs(each["error"]) for each in found) for found in (lite, small)]
+    told = f"within {most[0]:.1%} (DeepSeek-V2-Lite's shape) and {most[1]:.1%} (Qwen2.5-0.5B's)"
+    [odd] = [row for key, row in rows(SMALL).items() if judged(SMALL, key)[0] != "yes"]
+    apart = forecasts(SMALL)["vllm"]["ttft_p50_ms"]["apart"]
+    for page in (README, " ".join(" ".join(SIMULATE).split())):
+        assert told in page
+        assert f"but for one whose own two turns are {apart:.1%} apart" in page
+        assert f"were up to {max(earlier_forecasts())[0]:.1%} off" in page
+    assert f"within 5% in every mode and regime but one of {odd['steps']} steps" in README
+    made, held = before()
+    assert f"Of {made} runs before {earlier.COUNTS[held]} hold, and one on an H100 doesn't" in README
+    assert not earlier.holds("h100-dsv2lite")
