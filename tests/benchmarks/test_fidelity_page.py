@@ -118,7 +118,8 @@ def test_what_the_page_says_first_is_so() -> None:
     steps = sum(row["steps"] for row in rows(SMALL).values())
     both = max(error for each, error in all_turns(SMALL).items() if each != key)
     told = f"the 0.5B's within {rest:.1%}, in both turns {both:.1%}, but for {odd['steps']} of {steps:,} steps, "
-    told += f"PIECEWISE that the host bounds, {odd['error']:.1%} off and {judged(SMALL, key)[1]:.1%} by the middle of repeats"
+    told += f"PIECEWISE that the host bounds, {odd['error']:.1%} off and "
+    told += f"{judged(SMALL, key)[1]:.1%} by the middle of repeats"
     assert told in TOLD
     told_speed = [
         max(abs(each[key]["error"]) for each in earlier.written(name + ALONE)["served"]["policies"].values())
