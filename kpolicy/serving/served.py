@@ -83,12 +83,9 @@ def serve_for(serving: Serving, engine: Engine, seconds: float = SERVED_S, *, se
 def _requests(serving: Serving, engine: Engine, costs: CostTable, seconds: float, seed: int) -> Trace:
     """Generated requests that ask for a share of these seconds, arriving in them."""
     model = serving.model
-
-    def generated(count: int) -> Trace:
-        return fitting(generate_trace(seed=seed, num_requests=count), model)
-
-    tried = generated(_TRIED)
+    # Those that fit, as some models have no room for most of a conversation's.
+    fit = fitting(generate_trace(seed=seed, num_requests=_MOST_REQUESTS), model)
+    tried = fit.first(_TRIED)
     work_s = saturated_s(tried, engine, costs, num_blocks=model.num_blocks, block_size=model.block_size)
-    count = round(UTILISATION * seconds * len(tried) / work_s)
-    trace = generated(min(max(count, 2), _MOST_REQUESTS))
+    trace = fit.first(max(round(UTILISATION * seconds * len(tried) / work_s), 2))
     return trace.scaled(trace.span_s / seconds) if trace.span_s else trace

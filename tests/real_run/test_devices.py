@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,9 @@ from kpolicy.executors.ascend import AscendExecutor  # noqa: E402
 from kpolicy.executors.kunlun import KunlunExecutor  # noqa: E402
 from kpolicy.executors.of_device import executor_on  # noqa: E402
 from kpolicy.executors.xpu import XpuExecutor  # noqa: E402
+from kpolicy.schemas import read_profile  # noqa: E402
 from kpolicy.serving.load import load  # noqa: E402
+from kpolicy.serving.served import serve_for  # noqa: E402
 from tests.cli.conftest import Command  # noqa: E402
 from tests.executors_ascend.helpers import on_ascend  # noqa: E402
 from tests.executors_kunlun.test_operators import on_card  # noqa: E402
@@ -152,18 +155,22 @@ def test_run_serves_on_a_vendors_device(
 
 @pytest.mark.parametrize("pretended", PRETENDED, indirect=True)
 def test_calibrate_measures_on_a_vendors_device(
-    pretended: Mapping[str, Any], kpolicy: Command, config: Path, tmp_path: Path  # noqa: F811
+    pretended: Mapping[str, Any], kpolicy: Command, config: Path, tmp_path: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """By the same name, with the same executor."""
+    """By the same name, with the same executor; what it takes to serve there is in the profile."""
     name = pretended["name"]
     out = tmp_path / "p.json"
+    monkeypatch.setattr(import_module("kpolicy.serving.served"), "serve_for", partial(serve_for, seconds=0.2))
     ended = kpolicy(
         "calibrate", "--device", name, "--model", config, "--out", out, "--seconds", 0.5, "--max-num-reqs", 4,
         "--max-num-tokens", 16, "--kv-tokens", 512, "--ladder", "8,16", "--json",
     )  # fmt: skip
     assert ended.code == 0, ended.err
     assert [type(each) for each in pretended["executors"]] == [PRETENDED[name][0]]
-    assert out.is_file()
+    served = read_profile(out).costs.served
+    assert served is not None, ended.err
+    assert served.scheduler_us > 0
 
 
 @pytest.mark.parametrize("pretended", PRETENDED, indirect=True)
