@@ -26,7 +26,7 @@ class ServedHost:
 
     Args:
         scheduler_us: microseconds of a step that neither the device nor launching took: scheduling, deciding, handing
-            tokens over. The mean of all steps, at the speeds that the host had meanwhile.
+            tokens over. The mean of steps without prompts, at the speeds that the host had meanwhile.
         scheduler_prompt_us: more for a step with prompts, whose tokens are laid out and first tokens taken in.
         every_us: microseconds of serving that each of `host_work_us` is of.
         host_work_us: microseconds that the fixed work (`kpolicy.host_speed`) took in the course of serving, one time
@@ -63,6 +63,14 @@ class ServedHost:
     def mean_work_us(self) -> float:
         """Mean of `host_work_us`; 0 without any."""
         return statistics.fmean(self.host_work_us) if self.host_work_us else 0.0
+
+    def slower(self, usual_us: float) -> dict[str, float]:
+        """How many times as long as usual the fixed work took: least, mean and most. Empty where it wasn't noted."""
+        noted = self.host_work_us
+        if not noted:
+            return {}
+        us = {"least": min(noted), "mean": self.mean_work_us, "most": max(noted)}
+        return {name: value / usual_us for name, value in us.items()}
 
     @classmethod
     def middle(cls, found: Sequence[ServedHost]) -> ServedHost:

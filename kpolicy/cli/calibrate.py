@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from json import loads as parse_json
 from pathlib import Path
 from signal import Signals
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
@@ -283,18 +282,9 @@ def _summary(costs: CostTable) -> dict[str, Any]:
         "step_us": costs.step_us,
         "served": None if costs.served is None else {
             "scheduler_us": costs.served.scheduler_us, "scheduler_prompt_us": costs.served.scheduler_prompt_us,
-            "host_slower": _slower(costs),
+            "host_slower": costs.served.slower(costs.host_work_us) or None,
         },
     }  # fmt: skip
-
-
-def _slower(costs: CostTable) -> dict[str, float] | None:
-    """How many times as long as while launches were timed the host took while it served."""
-    noted = () if costs.served is None else costs.served.host_work_us
-    if not noted:
-        return None
-    us = {"least": min(noted), "mean": fmean(noted), "most": max(noted)}
-    return {name: value / costs.host_work_us for name, value in us.items()}
 
 
 def _render(totals: dict[str, Any], costs: CostTable) -> None:
@@ -324,17 +314,16 @@ def _render(totals: dict[str, Any], costs: CostTable) -> None:
         )
     out.print(f"{beside}; {costs.step_us:,.0f} us a step that nothing covers")
     if costs.served is not None:
-        slower = said["served"]["host_slower"]
-        out.print(
+        took = (
             f"serving: the scheduler takes {costs.served.scheduler_us:,.0f} us a step and "
             f"{costs.served.scheduler_prompt_us:,.0f} more with prompts"
-            + (
+        )
+        if slower := said["served"]["host_slower"]:
+            took += (
                 f", the host {slower['least']:.2f} to {slower['most']:.2f} times as long, {slower['mean']:.2f} in the "
                 "mean"
-                if slower
-                else ""
             )
-        )
+        out.print(took)
     for part, us in totals.get("repeats_launching_us", {}).items():
         if not us:
             continue  # the host runs what it launches

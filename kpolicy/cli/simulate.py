@@ -163,17 +163,12 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
             "prompts"
         )
     if (noted := server.host_speed(model.costs)) is not None:
-        usual_us = model.costs.host_work_us
-        least, most, mean = (us / usual_us for us in (*_span(noted.host_work_us), noted.mean_work_us))
+        slower = noted.slower(model.costs.host_work_us)
         lines.append(
-            f"the host takes {least:.2f} to {most:.2f} times as long as in the profile's launches, {mean:.2f} in the "
-            "mean, as was noted while its calibration served"
+            f"the host takes {slower['least']:.2f} to {slower['most']:.2f} times as long as in the profile's launches, "
+            f"{slower['mean']:.2f} in the mean, as was noted while its calibration served"
         )
     return lines
-
-
-def _span(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
 
 
 def _report(
