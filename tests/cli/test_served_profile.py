@@ -1,0 +1,165 @@
+"""Commands that simulate by a profile whose calibration served: they go by it, and say so."""
+
+from __future__ import annotations
+
+import json
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from kpolicy.costs import CostTable, analytic_costs
+from kpolicy.scheduling.traces import read_trace
+from kpolicy.schemas import Profile, write_profile
+from kpolicy.served_host import ServedHost
+from kpolicy.simulate import Server, simulate
+from tests.cli.conftest import Command, write
+from tests.cli.test_bad_input import refused
+
+SERVED = ServedHost(scheduler_us=1500.4, scheduler_prompt_us=70.2, host_work_us=(20.0, 30.0, 22.0))
+COSTS = attrs.evolve(analytic_costs(), version="measured somewhere", measured=True, host_work_us=20.0, served=SERVED)
+SCHEDULER = "the scheduler takes 1,500 us a step, 70 more with prompts"
+HOST = (
+    "the host takes 1.00 to 1.50 times as long as in the profile's launches, 1.20 in the mean, as was noted while its "
+    "calibration served"
+)
+
+
+def profile_of(path: Path, costs: CostTable = COSTS) -> Path:
+    write_profile(path, Profile(costs=costs, device="A device", model="a model", kv_bytes_per_token=131_072))
+    return path
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    return profile_of(tmp_path / "own.json")
+
+
+def expected(trace: Path, costs: CostTable = COSTS, policy: str = "eager", **of: Any) -> Any:
+    """What the library says of it, in JSON's values."""
+    result = simulate(read_trace(trace), policy, server=Server(**of), costs=costs, attention="gqa")
+    return json.loads(json.dumps(result.as_dict()))
+
+
+@pytest.mark.parametrize(
+    ("options", "of", "times", "lines"),
+    [
+        ((), {}, (1500.4, 70.2), (SCHEDULER, HOST)),
+        (("--steady-host",), {"steady_host": True}, (1500.4, 70.2), (SCHEDULER,)),
+        (("--scheduler-us", 0), {"scheduler_us": 0.0}, (0.0, 0.0), (HOST,)),
+        (("--scheduler-us", 0, "--steady-host"), {"scheduler_us": 0.0, "steady_host": True}, (0.0, 0.0), ()),
+        (
+            ("--scheduler-us", 12), {"scheduler_us": 12.0}, (12.0, 0.0),
+            ("the scheduler takes 12 us a step, 0 more with prompts", HOST),
+        ),
+        (
+            ("--scheduler-prompt-us", 9), {"scheduler_prompt_us": 9.0}, (1500.4, 9.0),
+            ("the scheduler takes 1,500 us a step, 9 more with prompts", HOST),
+        ),
+        (
+            ("--scheduler-us", 0, "--scheduler-prompt-us", 9), {"scheduler_us": 0.0, "scheduler_prompt_us": 9.0},
+            (0.0, 9.0), ("the scheduler takes 0 us a step, 9 more with prompts", HOST),
+        ),
+    ],
+)  # fmt: skip
+def test_a_simulation_goes_by_it_and_says_so(
+    options: tuple[Any, ...], of: dict[str, Any], times: tuple[float, float], lines: tuple[str, ...],
+    kpolicy: Command, trace: Path, own: Path,
+) -> None:  # fmt: skip
+    """In words and in JSON, whose server has the times that it came to; the result is the library's own."""
+    given = ("simulate", trace, "--policy", "eager", "--window", 0, "--profile", own, *options)
+    said = " ".join(kpolicy(*given).out.split())
+    assert [line for line in (SCHEDULER, HOST) if line in said] == [line for line in (SCHEDULER, HOST) if line in lines]
+    assert all(line in said for line in lines)
+    assert said.count("the scheduler takes") + said.count("the host takes") == len(lines)
+    told = kpolicy(*given, "--json").json
+    server = told["setting"]["server"]
+    assert (server["scheduler_us"], server["scheduler_prompt_us"]) == times
+    assert server["steady_host"] is ("--steady-host" in options)
+    assert told["traces"][0]["policies"] == [expected(trace, **of)]
+
+
+def test_a_profile_that_was_not_served_is_as_before(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
+    """No line, no time of the scheduler's; the analytic table is no other."""
+    bare = profile_of(tmp_path / "bare.json", attrs.evolve(COSTS, served=None))
+    for more in (("--profile", bare), ()):
+        given = ("simulate", trace, "--policy", "eager", *more)
+        out = kpolicy(*given).out
+        assert "the scheduler takes" not in out
+        assert "the host takes" not in out
+        server = kpolicy(*given, "--json").json["setting"]["server"]
+        assert (server["scheduler_us"], server["scheduler_prompt_us"]) == (0.0, 0.0)
+
+
+def test_a_sweep_goes_by_each_profile(kpolicy: Command, trace: Path, own: Path, tmp_path: Path) -> None:
+    """One that served and one that didn't, beside each other."""
+    bare = profile_of(tmp_path / "bare.json", attrs.evolve(COSTS, served=None))
+    given = ("sweep", trace, "--policy", "eager", "--window", 0, "--jobs", 1, "--json")
+    lines = kpolicy(*given, "--profiles", own, "--profiles", bare).json["cases"]
+    found = {line["case"]["costs"]: line["result"]["step_us"] for line in lines}
+    plain = attrs.evolve(COSTS, served=None)
+    wanted = {str(own): expected(trace)["step_us"], str(bare): expected(trace, plain)["step_us"]}
+    assert found == wanted
+    assert wanted[str(own)] > wanted[str(bare)]
+    (steady,) = kpolicy(*given, "--profile", own, "--steady-host", "--scheduler-us", 0).json["cases"]
+    assert steady["result"]["step_us"] == wanted[str(bare)]
+
+
+def test_a_sweep_is_not_gone_on_with_by_another_host(kpolicy: Command, trace: Path, own: Path, tmp_path: Path) -> None:
+    """Its results are of the host that was noted when it was begun; one that is steady is another server's."""
+    given = ("sweep", trace, "--policy", "eager", "--jobs", 1, "--profile", own, "--out", tmp_path / "s.jsonl")
+    assert kpolicy(*given).code == 0
+    refused(kpolicy(*given, "--steady-host"), "s.jsonl", "servers")
+    profile_of(own, attrs.evolve(COSTS, served=attrs.evolve(SERVED, host_work_us=(21.0,))))
+    refused(kpolicy(*given), "s.jsonl", "costs")
+
+
+def test_a_report_goes_by_it(kpolicy: Command, trace: Path, own: Path, tmp_path: Path) -> None:
+    """Its page says so, and its run is the simulation of a warm server."""
+    page = tmp_path / "r.html"
+    given = ("report", trace, "--policy", "eager", "--window", 0, "--profile", own, "--out", page, "--json")
+    ended = kpolicy(*given)
+    assert ended.code == 0, ended.err
+    (made,) = ended.json["traces"]
+    assert made["runs"][0]["step_us"] == expected(trace, warm=True)["step_us"]
+    text = " ".join(unescape(page.read_text()).split())
+    assert SCHEDULER in text
+    assert HOST in text
+    assert kpolicy(*given, "--steady-host").code == 0
+    text = " ".join(unescape(page.read_text()).split())
+    assert (SCHEDULER in text, HOST in text) == (True, False)
+
+
+def test_a_plan_goes_by_it(kpolicy: Command, own: Path, tmp_path: Path) -> None:
+    """Which steps run is that of such a server; with neither of the two it is that of a profile that wasn't served."""
+    rows = (f"{20 * i},{8 + 73 * i % 293},{20 + 5 * i % 12}" for i in range(40))
+    trace = write(tmp_path / "busy.csv", "timestamp,input_length,output_length", *rows)
+    bare = profile_of(tmp_path / "bare.json", attrs.evolve(COSTS, served=None))
+    given = ("plan", trace, "--policy", "vllm", "--budget", 2, "--max-num-reqs", 16, "--json", "--profile")
+    found = [
+        kpolicy(*given, *more)
+        for more in ((own,), (bare,), (own, "--steady-host", "--scheduler-us", 0), (own, "--steady-host"))
+    ]
+    assert [each.code for each in found] == [0, 0, 0, 0]
+    served, plain, neither, steady = (each.json for each in found)
+    assert neither == plain
+    # Slower steps take more requests along, and there are fewer of them.
+    assert served["steps"] < steady["steps"] < plain["steps"]
+
+
+def test_where_no_server_is_simulated_it_has_no_say(kpolicy: Command, tmp_path: Path) -> None:
+    """Batches as they were scheduled are decided again, and no step runs."""
+    log = tmp_path / "decisions.jsonl"
+    log.write_text("")
+    ended = kpolicy("simulate", "--decisions", log, "--policy", "eager", "--steady-host")
+    refused(ended, "--steady-host has no say where --decisions")
+
+
+@pytest.mark.parametrize("option", ["--scheduler-us", "--scheduler-prompt-us"])
+@pytest.mark.parametrize("value", ["-1", "nan", "1e9"])
+def test_times_that_none_takes_are_refused(option: str, value: str, kpolicy: Command, trace: Path, own: Path) -> None:
+    """By the option's name, though the profile has times of its own."""
+    ended = kpolicy("simulate", trace, "--profile", own, f"{option}={value}")
+    refused(ended, f"{option} is {float(value):g}; it takes microseconds from 0 up")
