@@ -104,7 +104,8 @@ def calibrate_command(
     """Measure what steps of a model take on this machine, and write it as a profile.
 
     Every graph is captured and timed: device time by padded size, host time by mode, attention by KV and rows, what
-    halves that run beside each other cost each other, and what capture took.
+    halves that run beside each other cost each other, and what capture took. On a device that the host launches on it
+    then serves generated requests for some seconds, and notes what the host takes besides.
     """
     name = device_here(device)
     if not 0 < seconds < 1e6:
@@ -243,7 +244,7 @@ def _served(serving: Serving, engine: Engine, shown: Progress) -> tuple[ServedHo
         served = serve_for(serving, engine)
     except KPolicyError as error:
         return None, str(error)
-    return served, "" if served is not None else "Serving was over after too few steps to tell what the host takes."
+    return served, "" if served is not None else "serving was over after too few steps to tell what the host takes."
 
 
 def _summary(costs: CostTable) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from kpolicy.ladders import CaptureLadder, CaptureSizes, plan_keys
 from kpolicy.modes import Mode
 from kpolicy.policies.base import Policy, PolicyContext
 from kpolicy.reasons import Basis
+from kpolicy.served_host import ServedHost
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import GAP_TAIL_US, NO_FACTS, WAITING_REQS, BatchShape
 from kpolicy.step_effects import StepEffects
@@ -91,7 +92,14 @@ _COSTS = st.builds(
     mixed=st.none() | _CURVE,
     both_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0)]),
     padding_us=st.sampled_from([(0.0, 0.0), (0.0, 33.3), (1 / 3, 50.0), (700.0, 0.0)]),
-)
+    host_work_us=st.just(20.0),
+    served=st.sampled_from(
+        [
+            None, ServedHost(scheduler_us=1 / 3),
+            ServedHost(scheduler_us=150.0, scheduler_prompt_us=70.0, every_us=7.0, host_work_us=(20.0, 33.3)),
+        ]
+    ),
+)  # fmt: skip
 _FACTS = st.sampled_from(
     [NO_FACTS, NO_FACTS, {WAITING_REQS: 1}, {WAITING_REQS: 40}, {GAP_TAIL_US: 0}, {GAP_TAIL_US: 300, WAITING_REQS: 3}]
 )

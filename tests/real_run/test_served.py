@@ -178,6 +178,20 @@ def test_a_serving_that_fails_says_why(given: tuple[Serving, Any], told: Callabl
         serve_for(attrs.evolve(serving, costs=None), engine)
 
 
+def test_a_step_that_fails_in_earnest_is_said(given: tuple[Serving, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the serving, not the process; the graphs serve on."""
+
+    class Failing(served.Prompts):
+        def of(self, *_: Any) -> Any:
+            raise ValueError("of no use")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served, "Prompts", Failing)
+        with pytest.raises(KPolicyError, match="failed: a step failed: ValueError: of no use"):
+            serve_for(*given, 0.1)
+    assert serve_for(*given, 0.1) is not None
+
+
 def test_a_model_that_no_request_fits_says_so(told: Callable[..., list[Any]], one_thread: None) -> None:
     """By the model's tokens, before anything is served."""
     traces = told()
@@ -278,12 +292,31 @@ def test_a_serving_that_fails_leaves_the_profile_without(
 
 
 @on_xpu
+def test_an_interrupt_while_it_serves_leaves_no_profile(
+    pretended: Mapping[str, Any], kpolicy: Command, config: Path, tmp_path: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As one while it measures."""
+
+    def interrupted(*_: Any) -> ServedHost:
+        raise KeyboardInterrupt
+
+    as_served(monkeypatch, interrupted)
+    ended = kpolicy(
+        "calibrate", "--device", "xpu", "--model", config, "--out", tmp_path / "p.json", "--seconds", 0.3,
+        "--max-num-reqs", 4, "--max-num-tokens", 16, "--kv-tokens", 1024, "--ladder", "8,16",
+    )  # fmt: skip
+    assert ended.code == 130
+    assert not (tmp_path / "p.json").exists()
+
+
+@on_xpu
 def test_a_serving_that_is_over_too_soon_is_told(
     pretended: Mapping[str, Any], calibrated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     as_served(monkeypatch, lambda *_: None)
     ended, costs = calibrated("xpu")
-    assert f"kpolicy: Serving was over after too few steps to tell what the host takes. {NOTHING}\n" in ended.err
+    assert f"kpolicy: serving was over after too few steps to tell what the host takes. {NOTHING}\n" in ended.err
     assert "serving:" not in ended.out
     assert costs.served is None
 
