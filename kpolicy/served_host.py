@@ -20,6 +20,10 @@ EVERY_US = 50_000.0
 """Of serving that a note of the host's speed is of"""
 
 
+def _listed(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(values)
+
+
 @attrs.frozen(kw_only=True)
 class ServedHost:
     """What a server's host took besides launching.
@@ -40,7 +44,7 @@ class ServedHost:
     scheduler_us: float
     scheduler_prompt_us: float = 0.0
     every_us: float = EVERY_US
-    host_work_us: tuple[float, ...] = ()
+    host_work_us: tuple[float, ...] = attrs.field(default=(), converter=_listed)
 
     def __attrs_post_init__(self) -> None:
         for name in ("scheduler_us", "scheduler_prompt_us"):

@@ -47,6 +47,13 @@ def test_nothing_but_the_schedulers_time_need_be_known() -> None:
     assert attrs.astuple(ServedHost(scheduler_us=0.0)) == (0.0, 0.0, EVERY_US, ())
 
 
+def test_notes_may_be_any_series() -> None:
+    """They are kept as a tuple, so that values are equal and have a hash."""
+    found = ServedHost(scheduler_us=1.0, host_work_us=[2.0, 3.0])
+    assert found == ServedHost(scheduler_us=1.0, host_work_us=(2.0, 3.0))
+    assert hash(found) == hash(ServedHost(scheduler_us=1.0, host_work_us=iter((2.0, 3.0))))
+
+
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [

@@ -244,6 +244,8 @@ def _served(serving: Serving, engine: Engine, shown: Progress) -> tuple[ServedHo
         served = serve_for(serving, engine)
     except KPolicyError as error:
         return None, str(error)
+    except Exception as error:  # noqa: BLE001 - a model's or device's own: what was measured is kept
+        return None, f"serving failed: {type(error).__name__}: {error}."
     return served, "" if served is not None else "serving was over after too few steps to tell what the host takes."
 
 

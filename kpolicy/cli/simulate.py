@@ -157,18 +157,21 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
     if server.ranks > 1:
         more.append(f"{server.ranks} data-parallel ranks")
     lines += [", ".join(more)] if more else []
-    if server.scheduler_us or server.scheduler_prompt_us:
-        lines.append(
-            f"the scheduler takes {server.scheduler_us:,.0f} us a step, {server.scheduler_prompt_us:,.0f} more with "
-            "prompts"
-        )
-    if (noted := server.host_speed(model.costs)) is not None:
-        slower = noted.slower(model.costs.host_work_us)
+    step_us, prompt_us = server.outside_us(model.costs)
+    if step_us or prompt_us:
+        lines.append(f"the scheduler takes {step_us:,.0f} us a step, {prompt_us:,.0f} more with prompts")
+    if (slower := _slower(model, server)) is not None:
         lines.append(
             f"the host takes {slower['least']:.2f} to {slower['most']:.2f} times as long as in the profile's launches, "
             f"{slower['mean']:.2f} in the mean, as was noted while its calibration served"
         )
     return lines
+
+
+def _slower(model: CostModel, server: Server) -> dict[str, float] | None:
+    """How many times as long as in the profile's launches the host takes, where its speed changes as was noted."""
+    noted = server.host_speed(model.costs)
+    return None if noted is None else noted.slower(model.costs.host_work_us)
 
 
 def _report(
@@ -188,6 +191,7 @@ def _report(
             "objective": deployment.objective,
             "first_token_limit": Objective.parse(deployment.objective).first_token_limit,
             "server": attrs.asdict(server),
+            "host_slower": _slower(model, server),
         },
         "traces": [_of_trace(trace, each, failed, specs) for trace, each in results],
     }

@@ -78,6 +78,8 @@ def test_a_simulation_goes_by_it_and_says_so(
     server = told["setting"]["server"]
     assert (server["scheduler_us"], server["scheduler_prompt_us"]) == times
     assert server["steady_host"] is ("--steady-host" in options)
+    slower = None if "--steady-host" in options else {"least": 1.0, "mean": pytest.approx(1.2), "most": 1.5}
+    assert told["setting"]["host_slower"] == slower
     assert told["traces"][0]["policies"] == [expected(trace, **of)]
 
 

@@ -274,9 +274,16 @@ NOTHING = "The profile says nothing of the scheduler's time or of slow moments."
 
 
 @on_xpu
-@pytest.mark.parametrize("error", [KPolicyError("serving failed: no use."), StickyDeviceError("the device is lost.")])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KPolicyError("serving failed: no use."), "serving failed: no use."),
+        (StickyDeviceError("the device is lost."), "the device is lost."),
+        (RuntimeError("no such kernel"), "serving failed: RuntimeError: no such kernel."),
+    ],
+)
 def test_a_serving_that_fails_leaves_the_profile_without(
-    error: KPolicyError, pretended: Mapping[str, Any], calibrated: Callable[..., Any],  # noqa: F811
+    error: Exception, said: str, pretended: Mapping[str, Any], calibrated: Callable[..., Any],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """What was measured before is written all the same, and a line on standard error says why."""
@@ -286,7 +293,7 @@ def test_a_serving_that_fails_leaves_the_profile_without(
 
     as_served(monkeypatch, fails)
     ended, costs = calibrated("xpu", "--json")
-    assert f"kpolicy: {error} {NOTHING}\n" in ended.err
+    assert f"kpolicy: {said} {NOTHING}\n" in ended.err
     assert ended.json["served"] is costs.served is None
     assert costs.measured
 
