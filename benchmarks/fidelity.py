@@ -55,7 +55,7 @@ from benchmarks.fidelity_again import (
     steps_again,
 )
 from benchmarks.fidelity_served import Turns, forecasts, latencies, outside, requests_of
-from benchmarks.fidelity_turns import captures_of, figure, figures_of, not_shown, ranked_wrong, ranking, ties
+from benchmarks.fidelity_turns import figure, figures_of, not_shown, ranked_wrong, ranking, replays_apart, ties
 from kpolicy.costs import CostTable
 from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity
@@ -173,9 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{POOLED}, side by side", *side_by_side(pooled, again[POOLED]), sep="\n  ")
         print(f"{POOLED}, how many of the run's steps in a cell ran again", *map(str, cells), sep="\n  ")
     per_token = us_per_token(logs, profile.costs)
-    captures = captures_of(logs, profile.costs)
-    print("decode graphs as captured by", *(f"{policy} {times - 1:+.2%}" for policy, times in captures.items()))
-    wrong, unsure = ranked_wrong(per_token, captures), not_shown(per_token, captures)
+    replays = replays_apart(logs, profile.costs)
+    print("replays of the same decode graphs,", *(f"{pair} {apart:+.2%}" for pair, apart in replays.items()))
+    wrong, unsure = ranked_wrong(per_token), not_shown(per_token)
     print("ranking by time a token:", wrong or "as measured", *(f", {each} not shown" for each in unsure))
     served: dict[str, Any] = {}
     of_run: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = json.loads(arguments.run.read_text())
         requests = requests_of(run, arguments.trace, arguments.start, arguments.window)
         found = latencies(run, requests, profile.costs, logs)
-        served = {"policies": found, **ranking(found, captures)}
+        served = {"policies": found, **ranking(found)}
         for policy, each in found.items():
             for part in (each, *each.get("turns", ())):
                 print(
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 policy: [[round(us, 2) for us in outside(each)] for each in run["policies"] if each["policy"] == policy]
                 for policy in found
             },
-            "forecasts": forecasts(run, requests, profile.costs, logs, captures),
+            "forecasts": forecasts(run, requests, profile.costs, logs),
         }
         for knows, forecast in of_run["forecasts"].items():
             print(f"told {knows} of the run:", *(
@@ -237,8 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             },
             "us_per_token": per_token,
             "ranked_wrong": wrong,
-            "captures": captures,
-            "tie": ties(per_token, captures),
+            "replays_apart": replays,
+            "tie": ties(per_token),
             "not_shown": unsure,
             "served": served,
             **of_run,

@@ -81,9 +81,11 @@ def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float
 
     found = [*calibrations[: options.calibrations], middle(options.calibrations, profile)]
     later = calibrations[options.calibrations :]
+    # What replays differ by from capture to capture is then in what turns are apart.
+    anew = ["--recapture"] if options.repeats > 1 else []
     ran = [
         *KPOLICY, "run", "--device", options.device, "--model", config, *served, "--rate", f"{options.rate:g}",
-        *policies, "--repeats", str(options.repeats), "--no-verify", "--profile", str(profile),
+        *policies, "--repeats", str(options.repeats), *anew, "--no-verify", "--profile", str(profile),
         "--step-log", "S.jsonl", "--json",
     ]  # fmt: skip
     found.append(("the run", run, ran, options.limit))

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.fidelity_turns import NO_CAPTURES, Captures, figure, figures_of, of_turns, ranking
+from benchmarks.fidelity_turns import figure, figures_of, of_turns, ranking
 from benchmarks.objectives import objective_of
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
@@ -200,18 +200,16 @@ def latencies_of(
     return figures | {"steps": {"measured": each["steps"], "simulated": simulated.steps}} | told
 
 
-def forecasts(
-    run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns, captures: Captures = NO_CAPTURES
-) -> dict[str, Any]:
+def forecasts(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns) -> dict[str, Any]:
     """By what a simulation is told of the run, latencies and rankings where the host is as in the profile.
 
     Where its calibration served, the host's speed changes as was noted then, else it is that of the launches. The
-    arguments are those of `latencies` and `ranking`. Told nothing is what `kpolicy simulate` with a profile alone is.
+    arguments are those of `latencies`. Told nothing is what `kpolicy simulate` with a profile alone is.
     Which eager sizes ran in turns before isn't told either.
     """
     found = {}
     for knows in (SCHEDULER, NOTHING):
         policies = latencies(run, requests, costs, logs, knows)
         brief = {policy: {key: each[key] for key in figures_of(each)} for policy, each in policies.items()}
-        found[knows] = {"policies": brief, **ranking(policies, captures)}
+        found[knows] = {"policies": brief, **ranking(policies)}
     return found

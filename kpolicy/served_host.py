@@ -7,6 +7,7 @@ where a calibration serves for some seconds, and simulations by its profile go b
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -62,6 +63,14 @@ class ServedHost:
         Only where it was noted.
         """
         return self.host_work_us[int(us // self.every_us) % len(self.host_work_us)]
+
+    def begun_at(self, seed: int) -> ServedHost:
+        """With the notes in the same turn from another one on, which the seed picks; 0 is the first."""
+        noted = self.host_work_us
+        if not seed or not noted:
+            return self
+        first = random.Random(seed).randrange(len(noted))  # noqa: S311 - a moment, not a secret
+        return attrs.evolve(self, host_work_us=noted[first:] + noted[:first])
 
     @property
     def mean_work_us(self) -> float:

@@ -47,6 +47,17 @@ def test_nothing_but_the_schedulers_time_need_be_known() -> None:
     assert attrs.astuple(ServedHost(scheduler_us=0.0)) == (0.0, 0.0, EVERY_US, ())
 
 
+def test_a_seed_picks_which_note_is_the_first() -> None:
+    """In the same turn; 0 the first one, the same one each time, and of many seeds each note once."""
+    host = ServedHost(scheduler_us=1.0, host_work_us=(2.0, 3.0, 4.0))
+    assert host.begun_at(0) is host
+    begun = {host.begun_at(seed).host_work_us for seed in range(1, 40)}
+    assert begun == {(2.0, 3.0, 4.0), (3.0, 4.0, 2.0), (4.0, 2.0, 3.0)}
+    assert host.begun_at(7) == host.begun_at(7)
+    bare = ServedHost(scheduler_us=1.0)
+    assert bare.begun_at(7) is bare
+
+
 def test_notes_may_be_any_series() -> None:
     """They are kept as a tuple, so that values are equal and have a hash."""
     found = ServedHost(scheduler_us=1.0, host_work_us=[2.0, 3.0])

@@ -157,6 +157,7 @@ def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, js
     """
     options = [str(each) for option, value in given.items() if value is not None for each in (option, value)]
     said: list[dict[str, Any]] = []
+    code = 0
     for i, part in enumerate(parts):
         sys.stderr.write(f"kpolicy: calibration {i + 1} of {len(parts)}\n")
         sys.stderr.flush()
@@ -167,8 +168,10 @@ def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, js
             name = Signals(-ended.returncode).name
             sys.stderr.write(f"kpolicy: calibration {i + 1} of {len(parts)} was ended by {name}\n")
             return _SIGNAL - ended.returncode
-        if ended.returncode:
+        if ended.returncode and (ended.returncode != 1 or b"{\n" not in ended.stdout):
             return ended.returncode
+        # It is whole but for what its host takes while it serves.
+        code = max(code, ended.returncode)
         # A library may have written before.
         said.append(parse_json(ended.stdout[ended.stdout.index(b"{\n") :]))
     profiles = [read_profile(part) for part in parts]
@@ -181,7 +184,7 @@ def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, js
         print_json({**totals, **_summary(costs)})
     else:
         _render(totals, costs)
-    return 0
+    return code
 
 
 def _calibrate(
@@ -196,7 +199,7 @@ def _calibrate(
     quiet_transformers()
     model = open_model(source, settings, kv_tokens=kv_tokens, block_size=block_size, seed=seed, device=at.given)
     engine = Engine("auto", model=model, device=at.executor, ladder=sizes, settings=settings, calibrate=0)
-    unserved = ""
+    unserved, code = "", 0
     try:
         with progress_bar("", quiet=json) as shown:
             capture(engine, at.given, shown)
@@ -212,7 +215,7 @@ def _calibrate(
                 took_s = time.perf_counter() - begun_s
                 if launches:
                     serving = Serving(model=model, settings=settings, ladder=sizes, costs=costs, verify=False)
-                    served, unserved = _served(serving, engine, shown)
+                    served, unserved, code = _served(serving, engine, shown)
                     costs = attrs.evolve(costs, served=served)
         save_profile(out, costs, model, shlex.join(["kpolicy", *COMMAND.get()]))
         captured = engine.registry.captured()
@@ -232,21 +235,28 @@ def _calibrate(
         sys.stderr.write(f"kpolicy: it took {took_s:.1f} s to measure every step twice, beyond --seconds {seconds:g}\n")
     for key, why in list(failed.items())[:3]:
         sys.stderr.write(f"kpolicy: {key} has no graph and wasn't measured: {why}\n")
-    return 0
+    return code
 
 
-def _served(serving: Serving, engine: Engine, shown: Progress) -> tuple[ServedHost | None, str]:
-    """What the host takes besides launching while it serves; or why that isn't known."""
+def _served(serving: Serving, engine: Engine, shown: Progress) -> tuple[ServedHost | None, str, int]:
+    """What the host takes besides launching while it serves; else why that isn't known, and the command's code.
+
+    What was measured before is kept whatever happens here.
+    """
     from kpolicy.serving.served import serve_for
 
     shown.add_task("serving for some seconds", total=None)
     try:
         served = serve_for(serving, engine)
     except KPolicyError as error:
-        return None, str(error)
-    except Exception as error:  # noqa: BLE001 - a model's or device's own: what was measured is kept
-        return None, f"serving failed: {type(error).__name__}: {error}."
-    return served, "" if served is not None else "serving was over after too few steps to tell what the host takes."
+        return None, str(error), 1
+    except KeyboardInterrupt:
+        return None, "serving was interrupted from the keyboard.", 130
+    except Exception as error:  # noqa: BLE001 - a model's or device's own
+        return None, f"serving failed: {type(error).__name__}: {error}.", 1
+    if served is None:
+        return None, "serving was over after too few steps to tell what the host takes.", 0
+    return served, "", 0
 
 
 def _summary(costs: CostTable) -> dict[str, Any]:

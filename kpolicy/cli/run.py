@@ -148,6 +148,15 @@ def run(
             "exceed.",
         ),
     ] = 1,
+    recapture: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            show_default=False,
+            help="With --repeats: capture each policy's graphs anew for each of its turns, so that what turns differ "
+            "by has what replays differ by from capture to capture. By default a policy's turns share one set.",
+        ),
+    ] = False,
     verify: Annotated[
         bool, Parameter(help="Hold outputs to the reference: tokens when simulated, logits and KV with a model.")
     ] = True,
@@ -176,11 +185,16 @@ def run(
             f"--repeats {repeats} and --device simulated: its times are a cost table's, so it would do the same again. "
             "Leave --repeats out, or give --device cpu."
         )
+    if recapture and repeats == 1:
+        raise ConfigError(
+            "--recapture captures graphs anew for a policy's further turns, and there is one turn. Give --repeats 2 or "
+            "more too, or leave it out."
+        )
     asked = Asked(
         requests=requests, turns=files.turns(specs, deployment.reads([requests.trace], model), repeats=repeats),
         device=at, model=model, deployment=deployment,
         max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, seed=at_least("--seed", seed, 0), verify=verify,
-        faults=tuple(fault or ()), check_addresses=check_addresses, json=json, files=files,
+        faults=tuple(fault or ()), check_addresses=check_addresses, recapture=recapture, json=json, files=files,
     )  # fmt: skip
     if asked.device.kind != SIMULATED:
         from kpolicy.cli.run_model import run_model
@@ -204,6 +218,7 @@ class Asked:
     verify: bool
     faults: tuple[str, ...]
     check_addresses: bool
+    recapture: bool
     json: bool
     files: Files
 

@@ -260,10 +260,18 @@ def _serve(job: _Job, asked: Asked) -> list[RunResult]:
         job.differences += differences
         return result
 
+    def anew(spec: str) -> Engine:
+        before = job.engines[spec]
+        if not asked.recapture:
+            return job.serving.engine(spec, like=before)
+        # Its graphs make room for the next ones; the one that serves captures what it lacks.
+        before.release()
+        return job.serving.engine(spec)
+
     try:
         return serve_in_turn(
             asked.turns, job.engines, len(job.trace), serve, files=asked.files, quiet=asked.json,
-            runs_on=_runs_on(model), anew=lambda spec: job.serving.engine(spec, like=job.engines[spec]),
+            runs_on=_runs_on(model), anew=anew,
         )  # fmt: skip
     finally:
         release(job.engines)
@@ -317,6 +325,7 @@ def _as_dict(job: _Job, asked: Asked) -> dict[str, Any]:
         "seed": asked.seed,
         "faults": list(asked.faults),
         "check_addresses": asked.check_addresses,
+        "recapture": asked.recapture,
         "rate": job.rate,
         "utilisation": job.utilisation,
     }

@@ -53,7 +53,14 @@ def simulate_command(
     served: Served = Served(),  # noqa: B008
     deployment: Deployment = Deployment(),  # noqa: B008
     files: SimFiles = SimFiles(),  # noqa: B008
-    seed: Annotated[int, Parameter(converter=whole, help="Of accepted drafts.")] = 0,
+    seed: Annotated[
+        int,
+        Parameter(
+            converter=whole,
+            help="Of accepted drafts, and of the moment in the profile's notes of the host's speed that a simulation "
+            "begins at; 0 is the first.",
+        ),
+    ] = 0,
     json: Json = False,
 ) -> int:
     """Serve traces with each policy in simulated time, and compare them: no device, no model, only costs."""

@@ -199,7 +199,8 @@ def serve_in_turn(
         files: what is served besides.
         quiet: without a progress bar.
         runs_on: what step logs say of device and model.
-        anew: an Engine over the policy's graphs that has counted nothing yet and goes by the costs as they were given.
+        anew: an Engine of the policy that has counted nothing yet and goes by the costs as they were given: over the
+            graphs that it has, or without any.
     """
     results: list[RunResult] = []
     log_engines(engines.values())

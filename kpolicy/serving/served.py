@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from kpolicy.errors import KPolicyError
+from kpolicy.errors import ConfigError, KPolicyError
 from kpolicy.host_speed import host_work_us, work_inside_us
 from kpolicy.scheduling.generator import generate_trace
 from kpolicy.served_host import ServedHost, noted_work
@@ -23,8 +23,8 @@ __all__ = ["SERVED_S", "serve_for"]
 
 SERVED_S = 5.0
 """Seconds of serving: a core's slow stretches last for tenths of a second up to seconds"""
-UTILISATION = 0.7
-"""Share of what the machine can do that is asked of it"""
+OF_AT_ONCE = 0.7
+"""Of the seconds, as many as requests take in turn of which `_TRIED` wait from the start: so many come in them"""
 _TRIED = 32
 """Generated requests that tell how long one takes"""
 _MOST_REQUESTS = 5000
@@ -34,7 +34,9 @@ _LEAST_STEPS = 20
 def serve_for(serving: Serving, engine: Engine, seconds: float = SERVED_S, *, seed: int = 0) -> ServedHost | None:
     """Serve generated requests for some seconds, and note what the host took besides launching.
 
-    The requests are of a conversation's lengths (`generate_trace`), and ask `UTILISATION` of what the machine can do.
+    The requests are of a conversation's lengths (`generate_trace`), so many that a few to some dozens of rows decode at
+    a time: by the profiles of docs/fidelity.md, 78 requests of Qwen2.5-0.5B's shape on an H200 and 16 of
+    DeepSeek-V2-Lite's. It is no full server: with hundreds of rows the scheduler takes longer.
 
     Args:
         serving: the model and its costs, which decisions go by.
@@ -46,7 +48,7 @@ def serve_for(serving: Serving, engine: Engine, seconds: float = SERVED_S, *, se
         None where fewer than 20 steps ran: they tell nothing.
 
     Raises:
-        KPolicyError: serving failed; the message says why.
+        KPolicyError: serving failed, or no request fits the model; the message says why.
         KeyboardInterrupt: it was interrupted.
     """
     costs = serving.costs
@@ -84,8 +86,14 @@ def _requests(serving: Serving, engine: Engine, costs: CostTable, seconds: float
     """Generated requests that ask for a share of these seconds, arriving in them."""
     model = serving.model
     # Those that fit, as some models have no room for most of a conversation's.
-    fit = fitting(generate_trace(seed=seed, num_requests=_MOST_REQUESTS), model)
+    every = generate_trace(seed=seed, num_requests=_MOST_REQUESTS)
+    try:
+        fit = fitting(every, model)
+    except ConfigError:
+        raise KPolicyError(
+            f"nothing was served: no request of a conversation's lengths fits the model's {model.max_model_len} tokens."
+        ) from None
     tried = fit.first(_TRIED)
     work_s = saturated_s(tried, engine, costs, num_blocks=model.num_blocks, block_size=model.block_size)
-    trace = fit.first(max(round(UTILISATION * seconds * len(tried) / work_s), 2))
+    trace = fit.first(max(round(OF_AT_ONCE * seconds * len(tried) / work_s), 2))
     return trace.scaled(trace.span_s / seconds) if trace.span_s else trace

@@ -111,7 +111,8 @@ def simulate(
         ladder: capture sizes; the policy's own by default.
         objective: what `auto` minimises.
         budget: what captured graphs may take.
-        seed: of the accepted drafts.
+        seed: of the accepted drafts, and of which note of the host's speed is the first (`Server.steady_host`): with 0
+            the first.
         progress: told now and then how many requests are over.
         on_step: told each step of each rank.
         on_decodes: told the steps in which decode rows go on alone, all at once and in place of `on_step`, which
@@ -170,7 +171,8 @@ class _Simulation:
     ) -> None:  # fmt: skip
         self.costs = engine.costs
         self.hosts = [HostState(engine.costs, eager_sizes) for _ in range(server.ranks)]
-        self.host_speed = host_speed or server.host_speed(engine.costs)
+        noted = server.host_speed(engine.costs)
+        self.host_speed = host_speed if host_speed is not None or noted is None else noted.begun_at(seed)
         self.work_us: float | None = None
         """What the fixed work takes now, where the host's speed was noted"""
         self.at_speed: dict[tuple[int, float], StepCosts] = {}

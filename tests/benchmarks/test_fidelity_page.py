@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ TOLD = " ".join(" ".join(PAGE).split())
 RULE = " ".join((DOCS / "measured_fidelity.md").read_text(encoding="utf-8").split())
 NAMES = {"ttft_p50_ms": 1, "gap_p50_ms": 2}
 """Medians of latencies, and digits of their milliseconds"""
+COUNTS = {9: "nine"}
 MOST_APART = 0.1
 """By so much a policy's own turns may be apart in a figure that a forecast is held to"""
-LITE, SMALL = RUNS
+LITE, QWEN = RUNS
 
 
 def model(name: str) -> str:
@@ -62,24 +64,41 @@ def shown(figure: dict[str, float]) -> bool:
     return figure["apart"] <= MOST_APART
 
 
+def spread(name: str) -> dict[str, Any]:
+    """What its forecasts are by parts of the profile, by single calibrations and from other starts."""
+    path = earlier.path_of(name).with_stem(f"forecast_spread-h200-{name}")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    assert found["run"] == earlier.path_of(name + ALONE).name
+    return dict(found["policies"])
+
+
+def signed(error: float) -> str:
+    return f"**{error:+.1%}**" if abs(error) > MOST_LATENCY else f"{error:+.1%}"
+
+
+def starts(found: dict[str, float]) -> str:
+    return f"{signed(found['least'])} to {signed(found['most'])}"
+
+
 def forecast(figure: dict[str, float], digits: int) -> str:
-    off = f"{figure['error']:+.1%}"
-    error = f"**{off}**" if abs(figure["error"]) > MOST_LATENCY else off
     unshown = "" if shown(figure) else f"; own turns {figure['apart']:.1%} apart"
-    return f"{figure['measured']:.{digits}f} / {figure['simulated']:.{digits}f} ({error}{unshown})"
+    return f"{figure['measured']:.{digits}f} / {figure['simulated']:.{digits}f} ({signed(figure['error'])}{unshown})"
 
 
 def test_forecasts_are_told_as_the_results_have_them() -> None:
-    """A row of each policy of each run: measured, forecast, the error; told the host's speed beside it."""
+    """A row of each policy of each run: measured, forecast, what it is from other starts, and by less and by more."""
     expected = []
     for name in RUNS:
-        told = earlier.written(name + ALONE)["served"]["policies"]
-        for i, (policy, found) in enumerate(forecasts(name).items()):
-            known = (f"{told[policy][key]['error']:+.1%}" for key in NAMES)
-            columns = [forecast(found[key], digits) for key, digits in NAMES.items()]
-            begin = ["" if i else model(name), f"`{policy}`"]
-            expected.append(line_of([*begin, *(each for both in zip(columns, known, strict=True) for each in both)]))
-    assert earlier.table_of(expected[0], PAGE) == (6, expected)
+        told, found = earlier.written(name + ALONE)["served"]["policies"], spread(name)
+        for i, (policy, figures) in enumerate(forecasts(name).items()):
+            parts = ["" if i else model(name), f"`{policy}`"]
+            for key, digits in NAMES.items():
+                assert found[policy]["by_part"]["all"][key] == pytest.approx(figures[key]["error"], abs=5e-4)
+                less = [signed(found[policy]["by_part"][part][key]) for part in ("launches", "scheduler")]
+                other = [starts(found[policy]["from_other_starts"][key])] if key == "ttft_p50_ms" else []
+                parts += [forecast(figures[key], digits), *other, *less, signed(told[policy][key]["error"])]
+            expected.append(line_of(parts))
+    assert earlier.table_of(expected[0], PAGE) == (11, expected)
 
 
 def test_cells_are_told_as_the_results_have_them() -> None:
@@ -94,33 +113,68 @@ def test_cells_are_told_as_the_results_have_them() -> None:
     assert earlier.table_of(expected[0], PAGE) == (8, expected)
 
 
-def test_what_the_page_says_first_is_so() -> None:
-    """Errors of forecasts and of cells, and which pairs are ranked wrongly."""
-    lite, small = (
-        {(policy, key): figures[key] for policy, figures in forecasts(name).items() for key in NAMES} for name in RUNS
+def over_starts(name: str, key: str) -> dict[str, tuple[float, float]]:
+    """By policy, the least and the most error of a median from any start."""
+    return {
+        policy: (each["from_other_starts"][key]["least"], each["from_other_starts"][key]["most"])
+        for policy, each in spread(name).items()
+    }
+
+
+def within(name: str, key: str) -> float:
+    """The largest error of a median from any start, of policies whose own turns are near each other."""
+    found = forecasts(name)
+    return max(
+        abs(error) for policy, both in over_starts(name, key).items() if shown(found[policy][key]) for error in both
     )
-    most = max(abs(each["error"]) for each in lite.values())
-    others = max(abs(each["error"]) for each in small.values() if shown(each))
-    [(late, figure)] = [(key, each) for key, each in small.items() if not shown(each)]
-    assert late == ("vllm", "ttft_p50_ms")
-    told = f"within {most:.1%} on DeepSeek-V2-Lite's shape and {others:.1%} on Qwen2.5-0.5B's, but for `vllm`'s first "
-    told += f"token there, {figure['error']:.1%} late, whose own two turns are {figure['apart']:.1%} apart"
+
+
+def test_what_the_page_says_first_is_so() -> None:
+    """Errors of forecasts and of cells, which pairs are ranked wrongly, and whether a run holds."""
+    ttft, gap = ([within(name, key) for name in RUNS] for key in NAMES)
+    told = (
+        f"within {ttft[0]:.1%} on DeepSeek-V2-Lite's shape and {ttft[1]:.1%} on Qwen2.5-0.5B's, those of gaps within "
+    )
+    told += f"{gap[0] * 100:.1f} and {gap[1]:.1%}"
     assert told in TOLD
+    [late] = [policy for policy, each in forecasts(QWEN).items() if not shown(each["ttft_p50_ms"])]
+    assert late == "vllm"
+    least, most = over_starts(QWEN, "ttft_p50_ms")[late]
+    apart = forecasts(QWEN)[late]["ttft_p50_ms"]["apart"]
+    assert f"`vllm`'s first token on the latter, {least * 100:.1f} to {most:.1%} late, whose own two turns are " in TOLD
+    assert f"are {apart:.1%} apart" in TOLD
+    assert all(shown(each[key]) for each in forecasts(LITE).values() for key in NAMES)
+    alone = {
+        (policy, i): each["ttft_p50_ms"]
+        for policy, found in spread(LITE).items()
+        for i, each in enumerate(found["by_calibration"])
+    }
+    worst = min(alone, key=alone.__getitem__)
+    assert f"by one of the three alone `{worst[0]}`'s first token is {-alone[worst]:.1%} short there" in TOLD
+    launches = {
+        name: max(abs(found["by_part"]["launches"][key]) for found in spread(name).values() for key in NAMES)
+        for name in RUNS
+    }
+    assert f"medians are up to {launches[LITE] * 100:.1f} and {launches[QWEN]:.1%} off, all of them short" in TOLD
+    assert (
+        max(found["by_part"]["launches"][key] for name in RUNS for found in spread(name).values() for key in NAMES) < 0
+    )
     whole = max(row["error"] for row in rows(LITE).values()), max(all_turns(LITE).values())
     assert max(whole) <= earlier.MOST
     assert {judged(LITE, key)[0] for key in rows(LITE)} == {"yes"}
     assert (
         f"DeepSeek-V2-Lite's are within {whole[0]:.1%} in every mode and regime, in both turns {whole[1]:.1%}" in TOLD
     )
-    [(key, odd)] = [(key, row) for key, row in rows(SMALL).items() if judged(SMALL, key)[0] != "yes"]
-    assert (key, judged(SMALL, key)[0]) == (("piecewise", "host-bound"), "no")
-    rest = max(row["error"] for each, row in rows(SMALL).items() if each != key)
-    steps = sum(row["steps"] for row in rows(SMALL).values())
-    both = max(error for each, error in all_turns(SMALL).items() if each != key)
+    [(key, odd)] = [(key, row) for key, row in rows(QWEN).items() if judged(QWEN, key)[0] != "yes"]
+    assert (key, judged(QWEN, key)[0]) == (("piecewise", "host-bound"), "no")
+    rest = max(row["error"] for each, row in rows(QWEN).items() if each != key)
+    steps = sum(row["steps"] for row in rows(QWEN).values())
+    both = max(error for each, error in all_turns(QWEN).items() if each != key)
     told = f"the 0.5B's within {rest:.1%}, in both turns {both:.1%}, but for {odd['steps']} of {steps:,} steps, "
     told += f"PIECEWISE that the host bounds, {odd['error']:.1%} off and "
-    told += f"{judged(SMALL, key)[1]:.1%} by the middle of repeats"
+    told += f"{judged(QWEN, key)[1]:.1%} by the middle of repeats"
     assert told in TOLD
+    assert "**DeepSeek-V2-Lite's run holds by the rule, the 0.5B's doesn't**" in TOLD
     told_speed = [
         max(abs(each[key]["error"]) for each in earlier.written(name + ALONE)["served"]["policies"].values())
         for name in RUNS
@@ -144,16 +198,17 @@ def test_which_pairs_rank_wrongly() -> None:
     """None on DeepSeek-V2-Lite; one pair of the 0.5B's, by how much it is apart, and how much captures are."""
     pair = [["split:form=decodes_beside", "auto"]]
     assert wrongly(LITE) == {}
-    assert wrongly(SMALL) == {"time a token": pair, "forecast gap p50": pair}
-    result = earlier.written(SMALL)
+    assert wrongly(QWEN) == {"time a token": pair, "forecast gap p50": pair}
+    result = earlier.written(QWEN)
     split, auto = (result["us_per_token"][policy]["measured"] for policy in pair[0])
-    gaps = [forecasts(SMALL)[policy]["gap_p50_ms"]["measured"] for policy in pair[0]]
+    gaps = [forecasts(QWEN)[policy]["gap_p50_ms"]["measured"] for policy in pair[0]]
     told = f"by time a token, in which they are {auto / split - 1:.1%} apart, and a forecast by the gap, "
     assert f"{told}{gaps[1] / gaps[0] - 1:.1%} apart" in TOLD
-    captures = [result["captures"][policy] for policy in pair[0]]
-    assert f"decode graphs differ by {captures[1] / captures[0] - 1:.1%} between these two" in TOLD
-    least, most = sorted(earlier.written(LITE)["captures"].values())
-    assert f"and by {most / least - 1:.1%} between two of DeepSeek-V2-Lite's" in TOLD
+    pairs = {tuple(pair.split(" and ")): apart for pair, apart in result["replays_apart"].items()}
+    apart = pairs.get(("auto", pair[0][0])) or -pairs[pair[0][0], "auto"]
+    assert f"took {apart:.1%} longer with `auto`'s captures" in TOLD
+    [[least]] = [[*earlier.written(LITE)["replays_apart"].values()]]
+    assert f"and {abs(least):.1%} apart with two of DeepSeek-V2-Lite's" in TOLD
 
 
 def test_what_the_host_took() -> None:
@@ -217,10 +272,10 @@ def earlier_forecasts() -> list[tuple[float, str, str]]:
 def test_what_the_page_says_of_other_runs_and_loads() -> None:
     """How many before hold, how far off forecasts were, how busy the slowest policy was, and what halves are off by."""
     made, held = before()
-    assert f"Of {made} runs before on H200s {earlier.COUNTS[held]} hold, each by the rule of its time" in TOLD
+    assert f"Of {made + len(RUNS)} runs on H200s so far {COUNTS[held + 1]} hold, each by the rule of its time" in TOLD
     off = earlier_forecasts()
-    assert f"were up to {max(off)[0]:.1%} off" in TOLD
-    assert f"a first token's median was up to {max(off)[0]:.1%} off" in TOLD
+    assert max(off)[1].startswith("small24")
+    assert f"a small model's first token was up to {max(off)[0]:.1%} off" in TOLD
     assert (
         f"and was {max(each for each in off if each[1:] == ('small24-twelfth', NOTHING))[0]:.1%} off as a fore" in TOLD
     )
@@ -229,25 +284,38 @@ def test_what_the_page_says_of_other_runs_and_loads() -> None:
         for found in (earlier.written(name)["served"] for name in reversed(RUNS))
     ]
     assert f"the slowest policy is busy for {busy[0] * 100:.0f} and {busy[1]:.0%} of the time" in TOLD
-    own = earlier.written(SMALL)["by_own_speed"]["first_turns"]
+    own = earlier.written(QWEN)["by_own_speed"]["first_turns"]
     [halves] = [row for row in own if (row["mode"], row["regime"]) == ("split/decodes_beside", "all")]
     assert f"They came out {halves['bias']:.1%} too slow in the mean" in TOLD
 
 
+def test_how_forecasts_were_made() -> None:
+    """Servings one by one, how far gaps move from other starts, and how long before the run calibrations were over."""
+    steps = []
+    for name in RUNS:
+        made = [read_profile(earlier.path_of(name, f"-profile-{number}")) for number in (1, 2, 3)]
+        steps.append([each.costs.served.scheduler_us for each in made if each.costs.served])
+        after = read_profile(earlier.path_of(name, "-profile-4")).measured_at
+        assert made[0].measured_at[:16] < after[:16]
+    (lite, qwen) = ((min(each), max(each)) for each in steps)
+    told = f"of {qwen[0]:.0f} to {qwen[1]:.0f} us and of {lite[0]:.0f} to {lite[1]:.0f}"
+    assert f"That is the middle of three servings, {told}" in TOLD
+    moved = [most - least for name in RUNS for least, most in over_starts(name, "gap_p50_ms").values()]
+    assert f"Gaps move by at most {max(moved) * 100:.1f} points" in TOLD
+    path = earlier.path_of(LITE).with_stem(f"forecast_spread-h200-{LITE}")
+    assert f"`--seed 1` to `--seed {json.loads(path.read_text(encoding='utf-8'))['starts'] - 1}`" in TOLD
+
+
 def test_other_pages_say_the_same() -> None:
-    """README and simulate.md give the same figures and point here."""
-    lite, small = (
-        [each[key] for each in forecasts(name).values() for key in NAMES if shown(each[key])] for name in RUNS
-    )
-    most = [max(abs(each["error"]) for each in found) for found in (lite, small)]
-    told = f"within {most[0]:.1%} (DeepSeek-V2-Lite's shape) and {most[1]:.1%} (Qwen2.5-0.5B's)"
-    [odd] = [row for key, row in rows(SMALL).items() if judged(SMALL, key)[0] != "yes"]
-    apart = forecasts(SMALL)["vllm"]["ttft_p50_ms"]["apart"]
+    """README and simulate.md give the same figures and verdicts and point here."""
+    ttft, gap = ([within(name, key) for name in RUNS] for key in NAMES)
+    told = f"within {ttft[0]:.1%} (DeepSeek-V2-Lite's shape) and {ttft[1]:.1%} (Qwen2.5-0.5B's), gaps within "
+    told += f"{gap[0] * 100:.1f} and {gap[1]:.1%}"
+    apart = forecasts(QWEN)["vllm"]["ttft_p50_ms"]["apart"]
+    made, held = before()
     for page in (README, " ".join(" ".join(SIMULATE).split())):
         assert told in page
-        assert f"but for one whose own two turns are {apart:.1%} apart" in page
-        assert f"were up to {max(earlier_forecasts())[0]:.1%} off" in page
-    assert f"within 5% in every mode and regime but one of {odd['steps']} steps" in README
-    made, held = before()
-    assert f"Of {made} runs before {earlier.COUNTS[held]} hold, and one on an H100 doesn't" in README
+        assert f"but for one first token whose own two turns are {apart:.1%} apart" in page
+        assert "DeepSeek-V2-Lite's run holds, the 0.5B's doesn't, by one cell and one pair" in page
+        assert f"Of {made + len(RUNS)} runs on H200s {COUNTS[held + 1]} hold" in page
     assert not earlier.holds("h100-dsv2lite")

@@ -226,7 +226,7 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
     assert middle == "benchmarks.middle_profile C-1.json C-2.json C-3.json --out P.json"
     assert run == (
         f"kpolicy run --device cuda --model config.json {served} --rate 2 --policy auto --policy "
-        "split:form=decodes_beside --repeats 2 --no-verify --profile P.json --step-log S.jsonl --json"
+        "split:form=decodes_beside --repeats 2 --recapture --no-verify --profile P.json --step-log S.jsonl --json"
     )
     assert again == (
         f"benchmarks.gpu.again --device cuda --config config.json --profile P.json --run R.json {served} --log "

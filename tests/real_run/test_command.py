@@ -310,6 +310,21 @@ def test_repeats_are_served_forwards_and_backwards(
     assert all((each["graphs_captured"], each["capture_s"]) == (0, 0) for each in second)
 
 
+def test_turns_may_capture_anew(kpolicy: Command, config: Path, requests: Path) -> None:
+    """Each has as many graphs as the first and captured them all; with one turn there is nothing to do anew."""
+    options = (*SMALL, "--policy", "vllm", "--no-verify", "--recapture", "--json")
+    report = kpolicy("run", "--model", config, "--trace", requests, "--repeats", 3, *options).json
+    assert report["setting"]["recapture"] is True
+    turns = report["policies"]
+    assert [each["repeat"] for each in turns] == [1, 2, 3]
+    assert len({(each["graphs"], each["graphs_captured"]) for each in turns}) == 1
+    assert all(each["graphs_captured"] == each["graphs"] > 0 and each["capture_s"] > 0 for each in turns)
+    assert len({each["tokens"] for each in turns}) == 1
+    ended = kpolicy("run", "--model", config, "--trace", requests, *options)
+    assert ended.code == 2
+    assert "--recapture captures graphs anew" in ended.err
+
+
 def test_graphs_that_a_turn_lost_are_there_for_the_next(kpolicy: Command, config: Path, requests: Path) -> None:
     """Without them it would be another experiment, of which nothing says that it is one."""
     options = (*SMALL, "--repeats", 2, "--no-verify", "--policy", "vllm", "--fault", "replay_fails@4x2", "--json")

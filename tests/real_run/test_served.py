@@ -16,14 +16,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from kpolicy.costs import CostTable, analytic_costs  # noqa: E402
-from kpolicy.errors import ConfigError, KPolicyError, StickyDeviceError  # noqa: E402
+from kpolicy.errors import KPolicyError, StickyDeviceError  # noqa: E402
 from kpolicy.host_speed import INSIDE  # noqa: E402
 from kpolicy.schemas import read_profile  # noqa: E402
 from kpolicy.served_host import ServedHost  # noqa: E402
 from kpolicy.serving import served  # noqa: E402
 from kpolicy.serving.load import load  # noqa: E402
 from kpolicy.serving.real_run import Serving, saturated_s  # noqa: E402
-from kpolicy.serving.served import UTILISATION, serve_for  # noqa: E402
+from kpolicy.serving.served import OF_AT_ONCE, serve_for  # noqa: E402
 from kpolicy.simulate import simulate  # noqa: E402
 from tests.cli.conftest import Command  # noqa: E402
 from tests.real_run.helpers import LADDER, SETTINGS, TINY  # noqa: E402
@@ -157,7 +157,7 @@ def test_a_share_of_what_the_machine_can_do_is_asked(
         (trace,) = traces
         model = serving.model
         work_s = saturated_s(trace, engine, QUICK, num_blocks=model.num_blocks, block_size=model.block_size)
-        assert work_s == pytest.approx(UTILISATION * seconds, rel=0.2)
+        assert work_s == pytest.approx(OF_AT_ONCE * seconds, rel=0.2)
         assert trace.span_s == pytest.approx(seconds)
         assert max(each.prompt_tokens + each.output_tokens for each in trace.requests) <= model.max_model_len
         traces.clear()
@@ -197,7 +197,7 @@ def test_a_model_that_no_request_fits_says_so(told: Callable[..., list[Any]], on
     traces = told()
     small = load({**TINY, "max_position_embeddings": 8}, num_blocks=8, block_size=4, max_num_reqs=4, seed=3)
     serving = Serving(model=small, settings=SETTINGS, ladder=LADDER, costs=QUICK, verify=False)
-    with pytest.raises(ConfigError, match="fits the model's 8 tokens"):
+    with pytest.raises(KPolicyError, match="no request of a conversation's lengths fits the model's 8 tokens"):
         serve_for(serving, serving.engine("auto"))
     assert not traces
 
@@ -209,12 +209,12 @@ def test_a_model_that_no_request_fits_says_so(told: Callable[..., list[Any]], on
 def calibrated(kpolicy: Command, config: Path, tmp_path: Path) -> Callable[..., Any]:  # noqa: F811
     """How calibrating on a device ended, and the table in its profile."""
 
-    def run(device: str, *more: str) -> tuple[Any, CostTable]:
+    def run(device: str, *more: str, code: int = 0) -> tuple[Any, CostTable]:
         ended = kpolicy(
             "calibrate", "--device", device, "--model", config, "--out", tmp_path / "p.json", "--seconds", 0.3,
             "--max-num-reqs", 4, "--max-num-tokens", 16, "--kv-tokens", 1024, "--ladder", "8,16", *more,
         )  # fmt: skip
-        assert ended.code == 0, ended.err
+        assert ended.code == code, ended.err
         return ended, read_profile(tmp_path / "p.json").costs
 
     return run
@@ -292,29 +292,26 @@ def test_a_serving_that_fails_leaves_the_profile_without(
         raise error
 
     as_served(monkeypatch, fails)
-    ended, costs = calibrated("xpu", "--json")
+    ended, costs = calibrated("xpu", "--json", code=1)
     assert f"kpolicy: {said} {NOTHING}\n" in ended.err
     assert ended.json["served"] is costs.served is None
     assert costs.measured
 
 
 @on_xpu
-def test_an_interrupt_while_it_serves_leaves_no_profile(
-    pretended: Mapping[str, Any], kpolicy: Command, config: Path, tmp_path: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_interrupt_while_it_serves_leaves_what_was_measured(
+    pretended: Mapping[str, Any], calibrated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
-    """As one while it measures."""
+    """As an error does; one while it measures leaves no profile."""
 
     def interrupted(*_: Any) -> ServedHost:
         raise KeyboardInterrupt
 
     as_served(monkeypatch, interrupted)
-    ended = kpolicy(
-        "calibrate", "--device", "xpu", "--model", config, "--out", tmp_path / "p.json", "--seconds", 0.3,
-        "--max-num-reqs", 4, "--max-num-tokens", 16, "--kv-tokens", 1024, "--ladder", "8,16",
-    )  # fmt: skip
-    assert ended.code == 130
-    assert not (tmp_path / "p.json").exists()
+    ended, costs = calibrated("xpu", code=130)
+    assert f"kpolicy: serving was interrupted from the keyboard. {NOTHING}\n" in ended.err
+    assert costs.measured
+    assert costs.served is None
 
 
 @on_xpu

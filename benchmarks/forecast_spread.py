@@ -1,0 +1,122 @@
+"""What a forecast's figures are worth: by single calibrations, from other starts, and by less than all of a profile.
+
+A run that `benchmarks.fidelity` was given has its forecasts in its result: what `kpolicy simulate` says by the middle
+of the calibrations before it. Here the same arrivals are simulated, for the same policies,
+
+- by the calibrations one by one;
+- from other starts among the notes of the host's speed (``kpolicy simulate --seed``), and
+- by a part of the profile: its launches alone (``--scheduler-us 0 --steady-host``), with the scheduler's time
+  (``--steady-host``), and with all of it,
+
+and held to what the run measured. From the repository root, with a published result and its profiles beside it::
+
+    python -m benchmarks.forecast_spread --result fidelity-h200-NAME-before.json --calibrations 3 --trace T --date D
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kpolicy
+from benchmarks.command import command_line, input_file
+from benchmarks.fidelity_served import requests_of
+from benchmarks.objectives import objective_of
+from kpolicy.attention import Claims
+from kpolicy.costs import CostTable
+from kpolicy.scheduling.traces import Trace
+from kpolicy.schemas import read_profile
+from kpolicy.settings import Settings
+from kpolicy.simulate import Server, simulate
+
+RESULTS = Path(__file__).parent / "results"
+STARTS = 24
+KNOWN: dict[str, dict[str, Any]] = {
+    "launches": {"scheduler_us": 0.0, "steady_host": True},
+    "scheduler": {"steady_host": True},
+    "all": {},
+}
+"""What of a profile a simulation goes by, and the server that does"""
+FIGURES = ("ttft_p50_ms", "gap_p50_ms")
+
+
+def forecast(
+    setting: dict[str, Any], requests: Trace, policy: str, costs: CostTable, seed: int = 0, **known: Any
+) -> dict[str, float]:
+    """Milliseconds of each of `FIGURES`.
+
+    Args:
+        setting: the run's.
+        requests: what it served.
+        policy: the policy.
+        costs: the profile's.
+        seed: of the start among its notes.
+        known: of the server, what it goes by.
+    """
+    server = Server(
+        settings=Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"]),
+        kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True, kv_bytes_per_token=None, **known,
+    )  # fmt: skip
+    claims = Claims.at_level(setting["attention"].partition(",")[0])
+    result = simulate(
+        requests, policy, server=server, costs=costs, attention=claims, objective=objective_of(setting), seed=seed
+    )
+    return {name: us / 1e3 for name, us in zip(FIGURES, (result.ttft.p50, result.gap.p50), strict=True)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--result", type=input_file, required=True, help="what benchmarks.fidelity wrote of the run")
+    parser.add_argument("--calibrations", type=int, default=3, help="those before the run, beside it (3)")
+    parser.add_argument("--trace", type=input_file, required=True, help="the trace that it served")
+    parser.add_argument("--start", type=float, default=0.0, help="second of the trace that it started at")
+    parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
+    parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
+    arguments = parser.parse_args(argv)
+    path: Path = arguments.result
+    result = json.loads(path.read_text())
+    setting = result["setting"]
+    requests = requests_of({"setting": setting}, arguments.trace, arguments.start, arguments.window)
+    costs = read_profile(path.with_name(result["table"]["profile"])).costs
+    stem = path.stem.removesuffix("-before")
+    singles = [
+        read_profile(path.with_name(f"{stem}-profile-{number}.json")).costs
+        for number in range(1, arguments.calibrations + 1)
+    ]
+    policies: dict[str, Any] = {}
+    for policy, measured in result["served"]["policies"].items():
+
+        def errors(costs: CostTable, policy: str = policy, measured: Any = measured, **how: Any) -> dict[str, float]:
+            found = forecast(setting, requests, policy, costs, **how)
+            return {name: round(ms / measured[name]["measured"] - 1, 4) for name, ms in found.items()}
+
+        starts = [errors(costs, seed=seed) for seed in range(STARTS)]
+        policies[policy] = {
+            "by_part": {name: errors(costs, **known) for name, known in KNOWN.items()},
+            "by_calibration": [errors(each) for each in singles],
+            "from_other_starts": {
+                name: {"least": min(each[name] for each in starts), "most": max(each[name] for each in starts)}
+                for name in FIGURES
+            },
+        }
+        print(policy, json.dumps(policies[policy]), flush=True)
+    if arguments.date:
+        written = {
+            "what": "errors of forecasts by parts of a profile, by single calibrations and from other starts",
+            "date": arguments.date,
+            "command": command_line("benchmarks.forecast_spread", argv),
+            "kpolicy": kpolicy.__version__,
+            "run": path.name,
+            "starts": STARTS,
+            "policies": policies,
+        }
+        out = RESULTS / f"forecast_spread-{stem.removeprefix('fidelity-')}.json"
+        out.write_text(json.dumps(written, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
