@@ -167,6 +167,8 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
     step_us, prompt_us = server.outside_us(model.costs)
     if step_us or prompt_us:
         lines.append(f"the scheduler takes {step_us:,.0f} us a step, {prompt_us:,.0f} more with prompts")
+    elif model.costs.measured and model.costs.served is None:
+        lines.append("the profile doesn't say what a scheduler takes a step: 0 us here, or --scheduler-us")
     if (slower := _slower(model, server)) is not None:
         lines.append(
             f"the host takes {slower['least']:.2f} to {slower['most']:.2f} times as long as in the profile's launches, "

@@ -11,10 +11,27 @@ import pytest
 
 from benchmarks import fidelity
 from benchmarks.fidelity_served import latencies
-from benchmarks.fidelity_turns import MOST_APART, TIE, figure, not_shown, of_turns, ranked_wrong, ranking, tie_of, ties
-from kpolicy.costs import analytic_costs
+from benchmarks.fidelity_turns import (
+    LEAST_REPLAYS,
+    MOST_APART,
+    TIE,
+    figure,
+    not_shown,
+    of_turns,
+    ranked_wrong,
+    ranking,
+    replays_apart,
+    tie_of,
+    ties,
+)
+from kpolicy.costs import HostCost, analytic_costs
+from kpolicy.decision import Decision, Launch
 from kpolicy.errors import ConfigError
+from kpolicy.keys import GraphKey
+from kpolicy.modes import Mode, Part, Rows
+from kpolicy.reasons import Reason
 from kpolicy.schemas import LogHeader, Profile, StepEntry, StepLogWriter, write_profile
+from kpolicy.shapes import BatchShape
 from tests.benchmarks.test_fidelity import SETTING, TRACE, run
 
 NEW_US = 50_000.0
@@ -159,3 +176,26 @@ def test_cells_are_of_first_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result["us_per_token"]["auto"]["apart"] == pytest.approx(SLOWER - 1, abs=1e-3)
     assert result["tie"] == {}
     assert result["us_per_token"]["auto"]["error"] == pytest.approx(2 / (1 + SLOWER) - 1, abs=1e-3)
+
+
+def test_replays_of_the_same_decode_graphs_are_held_to_each_other() -> None:
+    """By hand: of as many rows in one graph, often enough; longer contexts and other numbers of rows tell nothing."""
+    costs = attrs.evolve(analytic_costs(), host_full=HostCost(0.0))
+    graph = Launch(Rows.ALL, GraphKey(Part.FULL, 8, num_reqs=8))
+
+    def steps(rows: int, times: float, count: int = LEAST_REPLAYS, kv: int = 64) -> list[StepEntry]:
+        shape = BatchShape.decode(rows, rows * kv)
+        us = costs.cost((graph,), shape.numbers).cycle_us
+        decision = Decision(Mode.FULL, (graph,), Reason.CHEAPEST_MEASURED)
+        return [StepEntry.of(i, shape, decision, cycle_us=times * us) for i in range(count)]
+
+    slow, quick = [steps(4, 1.02), steps(4, 1.02, kv=900)], [steps(4, 1.0)]
+    assert replays_apart({"a": slow, "b": quick}, costs) == {"a and b": pytest.approx(0.02, abs=1e-4)}
+    assert replays_apart({"a": quick, "b": slow}, costs) == {"a and b": pytest.approx(1 / 1.02 - 1, abs=1e-4)}
+    assert replays_apart({"a": slow, "b": [steps(5, 1.0)]}, costs) == {}
+    assert replays_apart({"a": slow, "b": [steps(4, 1.0, LEAST_REPLAYS - 1)]}, costs) == {}
+    # Weighted by steps that both have.
+    both = {"a": [steps(4, 1.02), steps(6, 1.05, 3 * LEAST_REPLAYS)], "b": [steps(4, 1.0), steps(6, 1.0)]}
+    assert replays_apart(both, costs) == {"a and b": pytest.approx(0.035, abs=1e-4)}
+    bound = attrs.evolve(costs, host_full=HostCost(1e8))
+    assert replays_apart({"a": slow, "b": quick}, bound) == {}

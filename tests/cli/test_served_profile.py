@@ -84,13 +84,15 @@ def test_a_simulation_goes_by_it_and_says_so(
 
 
 def test_a_profile_that_was_not_served_is_as_before(kpolicy: Command, trace: Path, tmp_path: Path) -> None:
-    """No line, no time of the scheduler's; the analytic table is no other."""
+    """Without a time of the scheduler's, which a measured one says; the analytic table is no other."""
     bare = profile_of(tmp_path / "bare.json", attrs.evolve(COSTS, served=None))
     for more in (("--profile", bare), ()):
         given = ("simulate", trace, "--policy", "eager", *more)
         out = kpolicy(*given).out
         assert "the scheduler takes" not in out
         assert "the host takes" not in out
+        said = "the profile doesn't say what a scheduler takes a step: 0 us here, or --scheduler-us"
+        assert (said in " ".join(out.split())) is bool(more)
         server = kpolicy(*given, "--json").json["setting"]["server"]
         assert (server["scheduler_us"], server["scheduler_prompt_us"]) == (0.0, 0.0)
 
