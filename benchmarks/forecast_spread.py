@@ -4,7 +4,8 @@ A run that `benchmarks.fidelity` was given has its forecasts in its result: what
 of the calibrations before it. Here the same arrivals are simulated, for the same policies,
 
 - by the calibrations one by one;
-- from other starts among the notes of the host's speed (``kpolicy simulate --seed``), and
+- from `STARTS` starts among the notes of the host's speed (``kpolicy simulate --seed``), with the pairs of policies
+  that are ranked wrongly from each, and
 - by a part of the profile: its launches alone (``--scheduler-us 0 --steady-host``), with the scheduler's time
   (``--steady-host``), and with all of it,
 
@@ -18,12 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kpolicy
 from benchmarks.command import command_line, input_file
 from benchmarks.fidelity_served import requests_of
+from benchmarks.fidelity_turns import ranked_wrong
 from benchmarks.objectives import objective_of
 from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
@@ -78,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     path: Path = arguments.result
     result = json.loads(path.read_text())
+    if "after" in result["table"]["made"]:
+        parser.error(
+            f"--result {path} is held to calibrations made after the run too, by which nothing is told beforehand. "
+            "Give the one by those before it alone."
+        )
     setting = result["setting"]
     requests = requests_of({"setting": setting}, arguments.trace, arguments.start, arguments.window)
     costs = read_profile(path.with_name(result["table"]["profile"])).costs
@@ -87,22 +95,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in range(1, arguments.calibrations + 1)
     ]
     policies: dict[str, Any] = {}
+    started: list[dict[str, dict[str, float]]] = [{} for _ in range(STARTS)]
     for policy, measured in result["served"]["policies"].items():
 
-        def errors(costs: CostTable, policy: str = policy, measured: Any = measured, **how: Any) -> dict[str, float]:
-            found = forecast(setting, requests, policy, costs, **how)
+        def errors(found: dict[str, float], measured: Any = measured) -> dict[str, float]:
             return {name: round(ms / measured[name]["measured"] - 1, 4) for name, ms in found.items()}
 
-        starts = [errors(costs, seed=seed) for seed in range(STARTS)]
+        told = partial(forecast, setting, requests, policy)
+        for seed, by_policy in enumerate(started):
+            by_policy[policy] = told(costs, seed)
+        starts = [errors(each[policy]) for each in started]
         policies[policy] = {
-            "by_part": {name: errors(costs, **known) for name, known in KNOWN.items()},
-            "by_calibration": [errors(each) for each in singles],
-            "from_other_starts": {
+            "by_part": {name: errors(told(costs, **known)) for name, known in KNOWN.items()},
+            "by_calibration": [errors(told(each)) for each in singles],
+            "from_starts": {
                 name: {"least": min(each[name] for each in starts), "most": max(each[name] for each in starts)}
                 for name in FIGURES
             },
         }
         print(policy, json.dumps(policies[policy]), flush=True)
+    wrong = [
+        [
+            (name, *pair)
+            for name in FIGURES
+            for pair in ranked_wrong(
+                {
+                    policy: {**each[name], "simulated": by_policy[policy][name]}
+                    for policy, each in result["served"]["policies"].items()
+                }
+            )
+        ]
+        for by_policy in started
+    ]
+    ranked = {
+        " of ".join((name, " before ".join(pair))): sum((name, *pair) in each for each in wrong)
+        for name, *pair in sorted({each for found in wrong for each in found})
+    }
+    print("ranked wrongly, from how many starts:", ranked)
     if arguments.date:
         written = {
             "what": "errors of forecasts by parts of a profile, by single calibrations and from other starts",
@@ -111,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "kpolicy": kpolicy.__version__,
             "run": path.name,
             "starts": STARTS,
+            "ranked_wrong_from_starts": ranked,
             "policies": policies,
         }
         out = RESULTS / f"forecast_spread-{stem.removeprefix('fidelity-')}.json"

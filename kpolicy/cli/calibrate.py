@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from json import loads as parse_json
 from pathlib import Path
 from signal import Signals
@@ -45,6 +45,8 @@ _LEAST_ROUNDS = 2
 """Samples of every step, from which all figures are measured"""
 _SIGNAL = 128
 """And a signal's number: a shell's code of what it ended"""
+_WRITING_S = 30.0
+"""Seconds that an interrupted repeat has to end"""
 _BEYOND_S = 1.0
 """Seconds beyond what was asked that aren't told"""
 _BOOT = (
@@ -163,17 +165,17 @@ def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, js
         sys.stderr.flush()
         paths = [str(len(sys.path)), *sys.path]
         command = [sys.executable, "-c", _BOOT, *paths, "calibrate", *options, "--out", str(part), "--json"]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)  # noqa: S603 - our own interpreter, no shell
-        if ended.returncode < 0:
-            name = Signals(-ended.returncode).name
+        part_code, printed = _ran(command)
+        if part_code < 0:
+            name = Signals(-part_code).name
             sys.stderr.write(f"kpolicy: calibration {i + 1} of {len(parts)} was ended by {name}\n")
-            return _SIGNAL - ended.returncode
-        if ended.returncode and (ended.returncode != 1 or b"{\n" not in ended.stdout):
-            return ended.returncode
-        # It is whole but for what its host takes while it serves.
-        code = max(code, ended.returncode)
-        # A library may have written before.
-        said.append(parse_json(ended.stdout[ended.stdout.index(b"{\n") :]))
+            return _SIGNAL - part_code
+        told = _told(printed)
+        if told is None or part_code not in (0, 1):
+            return part_code or 1
+        # With 1 it is whole but for what its host takes while it serves: it tells after it has written.
+        code = max(code, part_code)
+        said.append(told)
     profiles = [read_profile(part) for part in parts]
     made = middle(profiles, shlex.join(["kpolicy", *COMMAND.get()]))
     write_profile(out, made)
@@ -185,6 +187,30 @@ def _repeat(out: Path, parts: Sequence[Path], given: Mapping[str, object], *, js
     else:
         _render(totals, costs)
     return code
+
+
+def _ran(command: Sequence[str]) -> tuple[int, bytes]:
+    """Run a part; its code, and what it printed. An interrupt is the part's too, which may write what it has."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: S603 - our own interpreter, no shell
+    try:
+        printed, _ = process.communicate()
+    except BaseException:
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_WRITING_S)
+        process.kill()
+        raise
+    return process.returncode, printed
+
+
+def _told(printed: bytes) -> dict[str, Any] | None:
+    """A part's result, in front of which a library may have written; None without one."""
+    at = printed.find(b"{\n")
+    while at >= 0:
+        with suppress(ValueError):
+            found = parse_json(printed[at:])
+            return found if "graphs" in found else None
+        at = printed.find(b"{\n", at + 1)
+    return None
 
 
 def _calibrate(
@@ -255,7 +281,7 @@ def _served(serving: Serving, engine: Engine, shown: Progress) -> tuple[ServedHo
     except Exception as error:  # noqa: BLE001 - a model's or device's own
         return None, f"serving failed: {type(error).__name__}: {error}.", 1
     if served is None:
-        return None, "serving was over after too few steps to tell what the host takes.", 0
+        return None, "serving was over after too few steps to tell what the host takes.", 1
     return served, "", 0
 
 

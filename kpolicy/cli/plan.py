@@ -18,7 +18,7 @@ from kpolicy.cli.options import Deployment, Json, at_least, whole
 from kpolicy.cli.plan_output import as_dict, emitted_for, render, write
 from kpolicy.cli.render import console, print_json, told_after
 from kpolicy.cli.requests import read_requests
-from kpolicy.cli.serving_options import Served
+from kpolicy.cli.serving_options import Seed, Served
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_files, unwritten
 from kpolicy.engine_flags import ENGINES
@@ -109,7 +109,7 @@ def plan(
         bool,
         Parameter(negative="", show_default=False, help="Solve an integer programme where prices differ in a list."),
     ] = False,
-    seed: Annotated[int, Parameter(converter=whole, help="Of accepted drafts.")] = 0,
+    seed: Seed = 0,
     json: Json = False,
 ) -> int:
     """Choose the capture sizes for a trace under a budget, and print what to give an engine."""

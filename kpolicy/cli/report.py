@@ -13,11 +13,11 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy import __version__
-from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, whole
+from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of
 from kpolicy.cli.plan import DEFAULT_WINDOW_S, budget_of
 from kpolicy.cli.render import console, print_json, say, told_after
 from kpolicy.cli.requests import read_each, unserved
-from kpolicy.cli.serving_options import Served
+from kpolicy.cli.serving_options import Seed, Served
 from kpolicy.cli.sim_files import SimFiles, SimTurn
 from kpolicy.cli.simulate import setting_lines
 from kpolicy.cli.step_log import files_of
@@ -71,7 +71,7 @@ def report_command(
             "NAME-TRACE-POLICY."
         ),
     ] = None,
-    seed: Annotated[int, Parameter(converter=whole, help="Of accepted drafts.")] = 0,
+    seed: Seed = 0,
     json: Json = False,
 ) -> int:
     """Simulate policies on a trace, plan capture sizes for the best, and write what to do first as an HTML page."""

@@ -68,6 +68,8 @@ class _Job:
     rate: float
     utilisation: float | None
     differences: list[str] = attrs.field(factory=list)
+    not_captured: list[str] = attrs.field(factory=list)
+    """By turns whose graphs gave way to the next one's"""
 
 
 def run_model(asked: Asked) -> int:
@@ -80,7 +82,7 @@ def run_model(asked: Asked) -> int:
         print_json(report(job.trace, _as_dict(job, asked), results, job.engines))
     else:
         render_run(console(), job.trace, results, _setting(job), job.engines)
-    for line in _not_captured(job.engines):
+    for line in dict.fromkeys([*job.not_captured, *_not_captured(job.engines)]):
         sys.stderr.write(f"kpolicy: {line}\n")
     for difference in job.differences[:5]:
         sys.stderr.write(f"kpolicy: {difference}\n")
@@ -265,6 +267,7 @@ def _serve(job: _Job, asked: Asked) -> list[RunResult]:
         if not asked.recapture:
             return job.serving.engine(spec, like=before)
         # Its graphs make room for the next ones; the one that serves captures what it lacks.
+        job.not_captured += _not_captured({spec: before})
         before.release()
         return job.serving.engine(spec)
 

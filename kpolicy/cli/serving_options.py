@@ -14,10 +14,20 @@ from kpolicy.policies import get_policy
 from kpolicy.simulate import Drafts, Server, ServiceLevel
 from kpolicy.simulate.cost_models import CostModel, cost_model
 
-__all__ = ["KV_TOKENS", "Served"]
+__all__ = ["KV_TOKENS", "Seed", "Served"]
 
 _SERVER, _COSTS, _LEVEL = "Server", "Costs", "Service level"
 MAX_NUM_TOKENS, KV_TOKENS = 2048, 400_000
+
+
+Seed = Annotated[
+    int,
+    Parameter(
+        converter=whole,
+        help="Of accepted drafts, and of which of the profile's notes of the host's speed a simulation begins at; 0 is "
+        "the first.",
+    ),
+]
 
 
 @Parameter(name="*")

@@ -10,12 +10,12 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy import __version__
-from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, step_limits, whole
+from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, step_limits
 from kpolicy.cli.recorded import replay_command
 from kpolicy.cli.render import console, print_json, told_after
 from kpolicy.cli.render_simulation import render_simulation
 from kpolicy.cli.requests import errors_of, read_each, unserved
-from kpolicy.cli.serving_options import Served
+from kpolicy.cli.serving_options import Seed, Served
 from kpolicy.cli.sim_files import SimFiles
 from kpolicy.cli.turns import progress_bar, unwritten
 from kpolicy.errors import ConfigError, KPolicyError
@@ -53,14 +53,7 @@ def simulate_command(
     served: Served = Served(),  # noqa: B008
     deployment: Deployment = Deployment(),  # noqa: B008
     files: SimFiles = SimFiles(),  # noqa: B008
-    seed: Annotated[
-        int,
-        Parameter(
-            converter=whole,
-            help="Of accepted drafts, and of the moment in the profile's notes of the host's speed that a simulation "
-            "begins at; 0 is the first.",
-        ),
-    ] = 0,
+    seed: Seed = 0,
     json: Json = False,
 ) -> int:
     """Serve traces with each policy in simulated time, and compare them: no device, no model, only costs."""
@@ -168,7 +161,7 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
     if step_us or prompt_us:
         lines.append(f"the scheduler takes {step_us:,.0f} us a step, {prompt_us:,.0f} more with prompts")
     elif model.costs.measured and model.costs.served is None:
-        lines.append("the profile doesn't say what a scheduler takes a step: 0 us here, or --scheduler-us")
+        lines.append("the profile says nothing of the scheduler's time, taken as 0 us: --scheduler-us gives it")
     if (slower := _slower(model, server)) is not None:
         lines.append(
             f"the host takes {slower['least']:.2f} to {slower['most']:.2f} times as long as in the profile's launches, "

@@ -16,7 +16,7 @@ from kpolicy.cli.options import Deployment, Json, at_least, check_rate, ladder_o
 from kpolicy.cli.render import console, counted, grid, print_json, say, show, told_after
 from kpolicy.cli.render_simulation import COLD
 from kpolicy.cli.requests import errors_of, read_each, unserved
-from kpolicy.cli.serving_options import Served
+from kpolicy.cli.serving_options import Seed, Served
 from kpolicy.cli.step_log import files_of
 from kpolicy.cli.turns import check_files, progress_bar, unwritten
 from kpolicy.errors import ConfigError, UnknownNameError
@@ -112,7 +112,7 @@ def sweep_command(
         Path | None, Parameter(help="Draw latency against graph memory, with the Pareto front: a .png or .svg file.")
     ] = None,
     metric: Annotated[str, Parameter(help=f"The latency that is drawn and ranked: {', '.join(METRICS)}.")] = "gap-p50",
-    seed: Annotated[int, Parameter(converter=whole, help="Of accepted drafts.")] = 0,
+    seed: Seed = 0,
     json: Json = False,
 ) -> int:
     """Simulate every combination of policies, ladders, rates, traces and costs, and mark the Pareto front."""

@@ -23,8 +23,8 @@ __all__ = ["SERVED_S", "serve_for"]
 
 SERVED_S = 5.0
 """Seconds of serving: a core's slow stretches last for tenths of a second up to seconds"""
-OF_AT_ONCE = 0.7
-"""Of the seconds, as many as requests take in turn of which `_TRIED` wait from the start: so many come in them"""
+LOAD = 0.7
+"""Requests come that would take this share of the seconds if all waited at their start, `_TRIED` at a time"""
 _TRIED = 32
 """Generated requests that tell how long one takes"""
 _MOST_REQUESTS = 5000
@@ -35,8 +35,7 @@ def serve_for(serving: Serving, engine: Engine, seconds: float = SERVED_S, *, se
     """Serve generated requests for some seconds, and note what the host took besides launching.
 
     The requests are of a conversation's lengths (`generate_trace`), so many that a few to some dozens of rows decode at
-    a time: by the profiles of docs/fidelity.md, 78 requests of Qwen2.5-0.5B's shape on an H200 and 16 of
-    DeepSeek-V2-Lite's. It is no full server: with hundreds of rows the scheduler takes longer.
+    a time. It is no full server's load.
 
     Args:
         serving: the model and its costs, which decisions go by.
@@ -95,5 +94,5 @@ def _requests(serving: Serving, engine: Engine, costs: CostTable, seconds: float
         ) from None
     tried = fit.first(_TRIED)
     work_s = saturated_s(tried, engine, costs, num_blocks=model.num_blocks, block_size=model.block_size)
-    trace = fit.first(max(round(OF_AT_ONCE * seconds * len(tried) / work_s), 2))
+    trace = fit.first(max(round(LOAD * seconds * len(tried) / work_s), 2))
     return trace.scaled(trace.span_s / seconds) if trace.span_s else trace

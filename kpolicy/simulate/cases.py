@@ -59,7 +59,7 @@ class Common:
         attention: as `Engine` takes it.
         objective: what `auto` minimises.
         budget: what captured graphs may take.
-        seed: of accepted drafts.
+        seed: of accepted drafts, and of the note of the host's speed that simulations begin at (`simulate`).
     """
 
     traces: Mapping[str, Trace | FailedTrace]

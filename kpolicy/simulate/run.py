@@ -111,7 +111,7 @@ def simulate(
         ladder: capture sizes; the policy's own by default.
         objective: what `auto` minimises.
         budget: what captured graphs may take.
-        seed: of the accepted drafts, and of which note of the host's speed is the first (`Server.steady_host`): with 0
+        seed: of the accepted drafts, and of which note of the host's speed it begins at (`Server.steady_host`): 0 is
             the first.
         progress: told now and then how many requests are over.
         on_step: told each step of each rank.

@@ -91,7 +91,7 @@ def test_a_profile_that_was_not_served_is_as_before(kpolicy: Command, trace: Pat
         out = kpolicy(*given).out
         assert "the scheduler takes" not in out
         assert "the host takes" not in out
-        said = "the profile doesn't say what a scheduler takes a step: 0 us here, or --scheduler-us"
+        said = "the profile says nothing of the scheduler's time, taken as 0 us: --scheduler-us gives it"
         assert (said in " ".join(out.split())) is bool(more)
         server = kpolicy(*given, "--json").json["setting"]["server"]
         assert (server["scheduler_us"], server["scheduler_prompt_us"]) == (0.0, 0.0)

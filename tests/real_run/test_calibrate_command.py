@@ -122,10 +122,10 @@ def test_a_repeat_that_a_signal_ends_is_told(
     assert not (tmp_path / "q.json").exists()
 
 
-def test_repeats_of_which_one_did_not_serve_have_their_middle_and_a_code_of_1(
+def test_repeats_that_did_not_serve_have_their_middle_and_a_code_of_1(
     kpolicy: Command, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
-    """Each is whole but for that. One that ends with 1 and says nothing isn't, and ends it."""
+    """Each is whole but for that. One that ends so and tells nothing, or no result, isn't, and ends it."""
     import kpolicy.cli.calibrate as command
 
     begun = f"import sys; sys.argv.insert(1, {command._BOOT!r})"
@@ -134,10 +134,11 @@ def test_repeats_of_which_one_did_not_serve_have_their_middle_and_a_code_of_1(
     ended = kpolicy("calibrate", "--model", config, "--out", tmp_path / "p.json", "--repeats", 2, *SMALL)
     assert ended.code == 1, ended.err
     assert read_profile(tmp_path / "p.json").costs.version.startswith("the middle of each figure of 2: ")
-    monkeypatch.setattr(command, "_BOOT", "raise SystemExit(1)")
-    ended = kpolicy("calibrate", "--model", config, "--out", tmp_path / "q.json", "--repeats", 2, *SMALL)
-    assert ended.code == 1
-    assert not (tmp_path / "q.json").exists()
+    for nothing in ("raise SystemExit(1)", "print('{\\n'); raise SystemExit(1)", "print('{\\n}')"):
+        monkeypatch.setattr(command, "_BOOT", nothing)
+        ended = kpolicy("calibrate", "--model", config, "--out", tmp_path / "q.json", "--repeats", 2, *SMALL)
+        assert ended.code == 1
+        assert not (tmp_path / "q.json").exists()
 
 
 def test_a_repeat_that_fails_ends_it(kpolicy: Command, config: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -23,7 +23,7 @@ from kpolicy.served_host import ServedHost  # noqa: E402
 from kpolicy.serving import served  # noqa: E402
 from kpolicy.serving.load import load  # noqa: E402
 from kpolicy.serving.real_run import Serving, saturated_s  # noqa: E402
-from kpolicy.serving.served import OF_AT_ONCE, serve_for  # noqa: E402
+from kpolicy.serving.served import LOAD, serve_for  # noqa: E402
 from kpolicy.simulate import simulate  # noqa: E402
 from tests.cli.conftest import Command  # noqa: E402
 from tests.real_run.helpers import LADDER, SETTINGS, TINY  # noqa: E402
@@ -157,7 +157,7 @@ def test_a_share_of_what_the_machine_can_do_is_asked(
         (trace,) = traces
         model = serving.model
         work_s = saturated_s(trace, engine, QUICK, num_blocks=model.num_blocks, block_size=model.block_size)
-        assert work_s == pytest.approx(OF_AT_ONCE * seconds, rel=0.2)
+        assert work_s == pytest.approx(LOAD * seconds, rel=0.2)
         assert trace.span_s == pytest.approx(seconds)
         assert max(each.prompt_tokens + each.output_tokens for each in trace.requests) <= model.max_model_len
         traces.clear()
@@ -319,7 +319,7 @@ def test_a_serving_that_is_over_too_soon_is_told(
     pretended: Mapping[str, Any], calibrated: Callable[..., Any], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     as_served(monkeypatch, lambda *_: None)
-    ended, costs = calibrated("xpu")
+    ended, costs = calibrated("xpu", code=1)
     assert f"kpolicy: serving was over after too few steps to tell what the host takes. {NOTHING}\n" in ended.err
     assert "serving:" not in ended.out
     assert costs.served is None

@@ -67,6 +67,18 @@ def test_steps_by_hand(given: dict[str, Any], wanted: list[float]) -> None:
     assert cycles(server(**given)) == pytest.approx(wanted)
 
 
+def test_a_seed_picks_the_note_that_it_begins_at() -> None:
+    """Begun in the slow 250 us they begin at 0, 237, 469, 599 and 831 us; each policy has the same start."""
+    slow_first = [237.0, 232.0, 130.0, 232.0, 130.0]
+    found = {tuple(round(us, 6) for us in cycles(server(), seed=seed)) for seed in range(8)}
+    assert found == {tuple(slow_first), (135.0, 130.0, 232.0, 232.0, 130.0)}
+    for seed in range(1, 8):
+        turned = attrs.evolve(TABLE, served=TABLE.served and TABLE.served.begun_at(seed))
+        for policy in ("eager", "piecewise"):
+            assert cycles(server(), seed=seed, policy=policy) == cycles(server(), turned, policy=policy)
+    assert cycles(server(steady_host=True), seed=3) == cycles(server(steady_host=True))
+
+
 def test_what_the_table_says_of_the_scheduler_alone_needs_no_notes() -> None:
     """Without notes the host keeps its speed; without the scheduler's time steps are the table's own."""
     assert cycles(server(), attrs.evolve(TABLE, served=ServedHost(scheduler_us=10.0))) == [130.0] * 5
