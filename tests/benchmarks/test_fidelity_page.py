@@ -355,6 +355,14 @@ def test_other_pages_say_the_same() -> None:
         assert "DeepSeek-V2-Lite's run holds, the 0.5B's doesn't, by one cell and one pair" in page
         assert f"Of {made + len(RUNS)} runs on H200s {COUNTS[held + held_now()]} hold" in page
     assert held_now() == 1
+    [odd] = [row for key, row in rows(QWEN).items() if judged(QWEN, key)[0] == "no"]
+    assert f"in every mode and regime by the rule, but for a cell of {odd['steps']} steps" in README
+    result, pair = earlier.written(QWEN), ("split:form=decodes_beside", "auto")
+    split, auto = (result["us_per_token"][policy]["measured"] for policy in pair)
+    gaps = [forecasts(QWEN)[policy]["gap_p50_ms"]["measured"] for policy in pair]
+    apart = auto / split - 1, gaps[1] / gaps[0] - 1
+    told = f"but for one pair, {apart[0]:.1%} apart by time a token and {apart[1]:.1%} by the forecast"
+    assert told in README
     assert (
         "| simulations are near the measured runs | the latest run of DeepSeek-V2-Lite on an H200, and all but one cell"
         in README
