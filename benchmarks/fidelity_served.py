@@ -18,7 +18,7 @@ from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.schemas import StepEntry
 from kpolicy.settings import Settings
 from kpolicy.shapes import GAP_TAIL_US, BatchNumbers
-from kpolicy.simulate import Server, simulate
+from kpolicy.simulate import Server, SimResult, simulate
 from kpolicy.simulate.fidelity import eager_sizes
 from kpolicy.simulate.host_state import HostSpeeds
 from kpolicy.simulate.percentiles import Percentiles
@@ -46,6 +46,23 @@ def requests_of(run: dict[str, Any], trace: Path, start_s: float, window_s: floa
     """The requests that the run served."""
     setting = run["setting"]
     return read_trace(trace).window(start_s, window_s).limited(setting["max_model_len"]).scaled(setting["rate"])
+
+
+def server_of(setting: dict[str, Any], **more: Any) -> Server:
+    """The run's server, with more of it as given."""
+    settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
+    sizes = {name: setting[name] for name in ("kv_tokens", "block_size")}
+    return Server(settings=settings, warm=True, kv_bytes_per_token=None, **sizes, **more)
+
+
+def served_by(
+    setting: dict[str, Any], requests: Trace, policy: str, costs: CostTable, server: Server, **more: Any
+) -> SimResult:
+    """The run's requests simulated with its attention and objective; `more` is as `simulate` takes it."""
+    claims = Claims.at_level(setting["attention"].partition(",")[0])
+    return simulate(
+        requests, policy, server=server, costs=costs, attention=claims, objective=objective_of(setting), **more
+    )
 
 
 def replayed(
@@ -167,16 +184,11 @@ def latencies_of(
 
     With a log, and told all, also "replayed", and the mean of the fixed work's times that it notes, "host_work_us".
     """
-    claims = Claims.at_level(setting["attention"].partition(",")[0])
-    settings = Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"])
     # Told nothing, it is as the profile says: what was noted while its calibration served, or 0.
     scheduler_us, scheduler_prompt_us = (None, None) if knows == NOTHING else outside(each)
     # Runs before the fact was told were decided without it.
     tail = any(GAP_TAIL_US in entry.shape.facts for entry in entries or ())
-    server = Server(
-        settings=settings, kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True,
-        kv_bytes_per_token=None, scheduler_us=scheduler_us, scheduler_prompt_us=scheduler_prompt_us, gap_tail=tail,
-    )  # fmt: skip
+    server = server_of(setting, scheduler_us=scheduler_us, scheduler_prompt_us=scheduler_prompt_us, gap_tail=tail)
     speeds = None
     told: dict[str, Any] = {}
     if entries is not None and knows == ALL:
@@ -185,10 +197,8 @@ def latencies_of(
         noted = [entry.host_work_us for entry in entries if entry.host_work_us]
         if noted:
             told["host_work_us"] = round(fmean(noted), 3)
-    simulated = simulate(
-        requests, each["policy"], server=server, costs=costs, attention=claims, host_speed=speeds,
-        eager_sizes=eager_sizes(chain(*before)) if knows == ALL else (), objective=objective_of(setting),
-    )  # fmt: skip
+    sizes = eager_sizes(chain(*before)) if knows == ALL else ()
+    simulated = served_by(setting, requests, each["policy"], costs, server, host_speed=speeds, eager_sizes=sizes)
     # Both sides have the scheduler's own time, a step's and the run's, but where the simulation isn't told it.
     pairs = {
         "ttft_p50_ms": (each["ttft_us"][0], simulated.ttft.p50),

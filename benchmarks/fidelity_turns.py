@@ -61,8 +61,9 @@ def replays_apart(logs: Mapping[str, Sequence[Sequence[StepEntry]]], costs: Cost
     """By two policies, how much longer replays of the same decode graphs took with the first, as a share.
 
     Steps of as many decode rows alone in the same FULL graph, which the device bounds, are held to each other by what
-    the table says that their KV takes, `LEAST_REPLAYS` or more of each policy. Each policy captures graphs of its own,
-    and its turns replay the same: what captures differ by isn't in what turns are apart. No tie rests on it.
+    the table says that their KV takes, `LEAST_REPLAYS` or more of each policy. Each policy captures graphs of its own;
+    where its turns replay the same (no ``kpolicy run --recapture``), what captures may differ by isn't in what turns
+    are apart. No tie rests on it.
     """
     found: dict[str, dict[Hashable, list[tuple[float, float]]]] = {}
     for policy, turns in logs.items():

@@ -25,15 +25,11 @@ from typing import Any
 
 import kpolicy
 from benchmarks.command import command_line, input_file
-from benchmarks.fidelity_served import requests_of
+from benchmarks.fidelity_served import requests_of, served_by, server_of
 from benchmarks.fidelity_turns import ranked_wrong
-from benchmarks.objectives import objective_of
-from kpolicy.attention import Claims
 from kpolicy.costs import CostTable
 from kpolicy.scheduling.traces import Trace
 from kpolicy.schemas import read_profile
-from kpolicy.settings import Settings
-from kpolicy.simulate import Server, simulate
 
 RESULTS = Path(__file__).parent / "results"
 STARTS = 24
@@ -59,14 +55,7 @@ def forecast(
         seed: of the start among its notes.
         known: of the server, what it goes by.
     """
-    server = Server(
-        settings=Settings(max_num_reqs=setting["max_num_reqs"], max_num_tokens=setting["max_num_tokens"]),
-        kv_tokens=setting["kv_tokens"], block_size=setting["block_size"], warm=True, kv_bytes_per_token=None, **known,
-    )  # fmt: skip
-    claims = Claims.at_level(setting["attention"].partition(",")[0])
-    result = simulate(
-        requests, policy, server=server, costs=costs, attention=claims, objective=objective_of(setting), seed=seed
-    )
+    result = served_by(setting, requests, policy, costs, server_of(setting, **known), seed=seed)
     return {name: us / 1e3 for name, us in zip(FIGURES, (result.ttft.p50, result.gap.p50), strict=True)}
 
 

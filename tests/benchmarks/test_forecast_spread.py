@@ -1,0 +1,40 @@
+"""What forecasts are worth is worked out again from the published profiles, and not from what knew the run's end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import forecast_spread
+from benchmarks.forecast_spread import RESULTS, main
+
+TRACE = Path(__file__).parents[3] / "shared" / "traces" / "azure_llm_2023_code.csv"
+NAME = "h200-dsv2lite-nineteenth"
+SERVED = ("--trace", str(TRACE), "--start", "600", "--window", "20")
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the traces lie beside the repository and aren't here")
+def test_the_published_figures_come_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each error by part, calibration and start, and the pairs that rank wrongly; without a date nothing is written."""
+    monkeypatch.setattr(forecast_spread, "RESULTS", tmp_path)
+    given = ("--result", str(RESULTS / f"fidelity-{NAME}-before.json"), *SERVED)
+    assert main((*given, "--date", "2026-11-29")) == 0
+    [made] = tmp_path.iterdir()
+    published = RESULTS / made.name
+    assert made.name == f"forecast_spread-{NAME}.json"
+    found, said = (json.loads(path.read_text(encoding="utf-8")) for path in (made, published))
+    for name in ("policies", "ranked_wrong_from_starts", "starts", "run"):
+        assert found[name] == said[name]
+    made.unlink()
+    monkeypatch.setattr(forecast_spread, "STARTS", 1)
+    assert main(given) == 0
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the traces lie beside the repository and aren't here")
+def test_calibrations_behind_the_run_forecast_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(("--result", str(RESULTS / f"fidelity-{NAME}.json"), *SERVED))
+    assert "calibrations made after the run too" in capsys.readouterr().err
