@@ -46,6 +46,7 @@ class FidelityRow:
         mode: the mode, with the form of a split; ``all`` for every one.
         regime: one of `REGIMES`, or ``all``.
         steps: how many.
+        time_share: their measured time, as a share of that of all steps that are told.
         error: mean of the relative error of each step's time, without its sign: what "5% mean" is taken to ask of
             a mode and regime. The stricter reading: errors either way don't make up for each other, as in `bias`.
         bias: the expected time of all steps over the measured one, less 1: above 0 is too slow a table.
@@ -68,6 +69,7 @@ class FidelityRow:
     mode: str
     regime: str
     steps: int
+    time_share: float
     error: float
     bias: float
     median_error: float
@@ -214,7 +216,11 @@ def fidelity(
     if not cases:
         raise ConfigError("the log has no step with a measured time, so nothing can be compared with it.")
     order = {regime: i for i, regime in enumerate((*REGIMES, "all"))}
-    return [_row(*key, cases[key]) for key in sorted(cases, key=lambda key: (key[0] == "all", key[0], order[key[1]]))]
+    total_us = sum(measured_us for _, measured_us, _ in timed)
+    return [
+        _row(*key, cases[key], total_us)
+        for key in sorted(cases, key=lambda key: (key[0] == "all", key[0], order[key[1]]))
+    ]
 
 
 def _launched(entry: StepEntry) -> Hashable:
@@ -260,8 +266,8 @@ def _kinds(steps: Sequence[_Step]) -> tuple[int, float]:
     return count, sum(errors) / count if count else 0.0
 
 
-def _row(mode: str, regime: str, steps: Sequence[_Step]) -> FidelityRow:
-    """The row of steps."""
+def _row(mode: str, regime: str, steps: Sequence[_Step], total_us: float) -> FidelityRow:
+    """The row of steps, which are some of those that took so long in all."""
     errors = [abs(each.expected / each.measured - 1) for each in steps]
     at_speed = [error for error, each in zip(errors, steps, strict=True) if each.at_speed]
     expected_us, measured_us = [each.expected for each in steps], [each.measured for each in steps]
@@ -270,6 +276,7 @@ def _row(mode: str, regime: str, steps: Sequence[_Step]) -> FidelityRow:
         mode=mode,
         regime=regime,
         steps=len(steps),
+        time_share=sum(measured_us) / total_us,
         error=fmean(errors),
         bias=sum(expected_us) / sum(measured_us) - 1,
         median_error=median(errors),

@@ -104,6 +104,8 @@ NOISY, AGAIN_SHARE, AGAIN_TIMES = 0.03, 0.8, 3
 """The page's rule: from this noise on repeats decide, where so large a share of the cell's steps has so many."""
 FEW = 5
 """A cell of so many steps isn't judged since 13:18 on 2026-11-29."""
+SMALL = 0.01
+"""A cell of less of the steps' time isn't judged in its place since 19:46 that day, in results that tell it."""
 MOSTLY = 0.5
 """A host-bound cell of whose repeats fewer were host-bound holds to the rule's letter only."""
 
@@ -143,11 +145,11 @@ def judged(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, float]:
 
 
 def judged_by_the_clause(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, float]:
-    """`judged` since 13:18 on 2026-11-29: nothing is to the letter, and five steps or fewer aren't judged."""
+    """`judged` since 13:18 on 2026-11-29: nothing is to the letter, and small cells aren't judged."""
     share_again, middle_error = ran_again(result, *key_of(row))
     enough = share_again >= AGAIN_SHARE
     error: float = middle_error if row["noise"] >= NOISY and enough else row["error"]
-    if row["steps"] <= FEW:
+    if row["time_share"] < SMALL if "time_share" in row else row["steps"] <= FEW:
         return "not judged", row["error"]
     if error > MOST:
         return "no", error

@@ -154,6 +154,10 @@ def test_an_error_shows_where_it_is(tmp_path: Path) -> None:
     off = fidelity(entries, quick)[-1]
     assert off.bias < -0.05
     assert off.error > 0.05
+    regimes = [row for row in by_regime.values() if row.regime != "all"]
+    assert sum(row.time_share for row in regimes) == pytest.approx(1.0)
+    [saturated] = [row for row in regimes if row.regime == "saturated"]
+    assert saturated.time_share > saturated.steps / len(entries)
     late = [attrs.evolve(each, cycle_us=(each.cycle_us or 0.0) * 1.25) for each in entries]
     row = fidelity(late, COSTS)[-1]
     assert (row.error, row.bias, row.noise) == pytest.approx((0.2, -0.2, 0.0))
