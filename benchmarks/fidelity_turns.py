@@ -1,17 +1,23 @@
 """What `benchmarks.fidelity` makes of policies that had several turns on the same arrivals (`kpolicy run --repeats`).
 
-A figure is then the mean of a policy's turns, measured and simulated, and two policies are a tie by it where their
-measured means are no further apart than the turns of either of them are. Of a policy with one turn nothing is known of
-that, and `TIE` stands for it. A tie of over `MOST_APART` isn't one: the ranking of these two isn't shown.
+A figure is then the mean of a policy's turns, measured and simulated. Two policies are a tie by it where the 95%
+interval of the difference of their measured means, by Student's t and what their turns deviate by together, has 0 in
+it. Of a policy with one turn nothing is known of that, and `TIE` stands for it. Where half of the interval is over
+`MOST_APART` a tie isn't one: the ranking of these two isn't shown.
+
+Results from before 2026-11-29, 22:25 UTC, don't say what turns deviate by. In these two policies are a tie where their
+means are no further apart than the turns of either (docs/measured_fidelity.md has the rule by its times).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
-from statistics import fmean
+from math import sqrt
+from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks.student import student
 from kpolicy.costs import CostTable
 from kpolicy.modes import Mode
 from kpolicy.schemas import StepEntry
@@ -20,10 +26,11 @@ from kpolicy.simulate.fidelity import expected_costs, same_ranking
 TIE = 0.02
 """Share of the measured figure, of a policy that had one turn"""
 MOST_APART = 0.05
-"""Share by which turns may differ for policies that are nearer than that to be a tie"""
+"""Share by which policies may be a tie; where it takes more their ranking isn't shown"""
 SIDES = ("measured", "simulated")
 Figure = dict[str, Any]
-"""A figure of a policy: `SIDES`, the error, and of several turns by how much the measured ones are apart."""
+"""A figure of a policy: `SIDES`, the error, and of several turns by how much the measured ones are apart, their
+standard deviation as a share of their mean, and how many they are."""
 LEAST_REPLAYS = 20
 """Steps of a policy in a graph that its replays are told by"""
 
@@ -35,6 +42,7 @@ def figure(measured: Sequence[float], simulated: Sequence[float], digits: int = 
     found["error"] = round(means[1] / means[0] - 1, 4)
     if len(measured) > 1:
         found["apart"] = round(max(measured) / min(measured) - 1, 4)
+        found |= {"deviation": round(stdev(measured) / means[0], 6), "of": len(measured)}
     return found
 
 
@@ -54,7 +62,12 @@ def figures_of(found: Mapping[str, Any]) -> list[str]:
 
 def tie_of(one: Figure, other: Figure) -> float:
     """By what share two policies' measured means may differ and rank equal; see this module."""
-    return max(one.get("apart", TIE), other.get("apart", TIE))
+    both = one, other
+    if any("deviation" not in each for each in both):
+        return max(each.get("apart", TIE) for each in both)
+    free = sum(each["of"] - 1 for each in both)
+    pooled = sqrt(sum((each["of"] - 1) * each["deviation"] ** 2 for each in both) / free)
+    return round(student(free) * pooled * sqrt(sum(1 / each["of"] for each in both)), 4)
 
 
 def replays_apart(logs: Mapping[str, Sequence[Sequence[StepEntry]]], costs: CostTable) -> dict[str, float]:

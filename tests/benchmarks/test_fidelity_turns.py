@@ -39,28 +39,52 @@ SLOWER = 1.1
 
 
 def test_a_figure_is_the_mean_of_turns() -> None:
-    """With how far the measured ones are apart; a single turn says nothing of that."""
-    assert figure([10.0, 11.0], [12.0, 10.0]) == {"measured": 10.5, "simulated": 11.0, "error": 0.0476, "apart": 0.1}
+    """With what the measured ones differ by; a single turn says nothing of that."""
+    assert figure([10.0, 11.0], [12.0, 10.0]) == {
+        "measured": 10.5, "simulated": 11.0, "error": 0.0476, "apart": 0.1, "deviation": 0.067344, "of": 2,
+    }  # fmt: skip
     assert figure([10.0], [12.0]) == {"measured": 10.0, "simulated": 12.0, "error": 0.2}
 
 
-def test_policies_no_further_apart_than_turns_of_either_are_a_tie() -> None:
-    """Of the two whose turns differ more; beyond that a wrong ranking counts."""
-    figures = {"a": figure([10.0, 10.4], [10.5, 10.5]), "b": figure([10.4, 10.5], [10.3, 10.3])}
-    assert tie_of(figures["a"], figures["b"]) == pytest.approx(0.04)
+def test_policies_whose_difference_may_be_chance_are_a_tie() -> None:
+    """By hand: Student's t of both policies' turns, 4.303 for two and two, 2.776 for three and three."""
+    figures = {"a": figure([10.0, 10.1], [10.5, 10.5]), "b": figure([10.2, 10.3], [10.3, 10.3])}
+    deviations = 0.1 / 2**0.5 / 10.05, 0.1 / 2**0.5 / 10.25
+    pooled = ((deviations[0] ** 2 + deviations[1] ** 2) / 2) ** 0.5
+    assert tie_of(*figures.values()) == pytest.approx(4.303 * pooled, abs=1e-4)
     assert ranked_wrong(figures) == not_shown(figures) == []
-    figures["a"] = figure([10.0, 10.1], [10.5, 10.5])
-    assert ranked_wrong(figures) == [("a", "b")]
-    assert ranked_wrong({"a": figures["a"], "b": figure([10.4, 10.5], [10.6, 10.6])}) == []
+    three = {"a": figure([10.0, 10.05, 10.1], [10.5] * 3), "b": figure([10.2, 10.25, 10.3], [10.3] * 3)}
+    assert tie_of(*three.values()) == pytest.approx(2.776 * 0.05 / 10.15 * (2 / 3) ** 0.5, abs=1e-4)
+    assert ranked_wrong(three) == [("a", "b")]
+    assert ranked_wrong({**three, "b": figure([10.2, 10.25, 10.3], [10.6] * 3)}) == []
+
+
+def test_a_policy_with_more_turns_tells_more_of_them() -> None:
+    """Turns of both are pooled by their number."""
+    noisy, steady = figure([10.0, 10.4], [10.0] * 2), figure([10.0, 10.0, 10.0], [10.0] * 3)
+    assert tie_of(noisy, steady) == tie_of(steady, noisy)
+    pooled = (noisy["deviation"] ** 2 / 3) ** 0.5
+    assert tie_of(noisy, steady) == pytest.approx(3.182 * pooled * (1 / 2 + 1 / 3) ** 0.5, abs=1e-4)
+
+
+def test_results_that_dont_say_what_turns_deviate_by_have_the_tie_of_their_time() -> None:
+    """Means no further apart than the turns of either, until 2026-11-29."""
+    one, other = figure([10.0, 10.4], [10.5, 10.5]), figure([10.4, 10.5], [10.3, 10.3])
+    for each in (one, other):
+        del each["deviation"], each["of"]
+    assert tie_of(one, other) == pytest.approx(0.04)
+    assert ranked_wrong({"a": one, "b": other}) == not_shown({"a": one, "b": other}) == []
+    one["apart"] = 0.01
+    assert ranked_wrong({"a": one, "b": other}) == [("a", "b")]
 
 
 def test_a_third_policys_turns_excuse_nothing() -> None:
     """However far apart they are, the other two's ranking counts."""
-    steady = {"a": figure([10.0, 10.1], [10.5, 10.5]), "b": figure([10.4, 10.5], [10.3, 10.3])}
+    steady = {"a": figure([10.0, 10.01], [10.5, 10.5]), "b": figure([10.4, 10.41], [10.3, 10.3])}
     noisy = {**steady, "c": figure([13.0, 14.0], [14.0, 14.0])}
-    assert ranked_wrong(noisy) == [("a", "b")]
+    assert ranked_wrong(noisy) == ranked_wrong(steady) == [("a", "b")]
     assert not_shown(noisy) == []
-    assert ties(noisy) == {"a and b": 0.01, "a and c": 0.0769, "b and c": 0.0769}
+    assert ties(noisy)["a and b"] == ties(steady)["a and b"] < 0.01
 
 
 def test_single_turns_have_the_tie_that_runs_had_before() -> None:
@@ -72,14 +96,16 @@ def test_single_turns_have_the_tie_that_runs_had_before() -> None:
 
 def test_policies_whose_turns_lie_far_apart_arent_ranked() -> None:
     """Unless they are further apart than that. Else the more turns differ, the fewer pairs could be wrong."""
-    noisy = {"a": figure([10.0, 13.0], [13.0, 13.0]), "b": figure([12.0, 12.1], [9.0, 9.0])}
+    noisy = {"a": figure([10.0, 10.5], [13.0, 13.0]), "b": figure([10.6, 10.7], [9.0, 9.0])}
+    assert tie_of(*noisy.values()) > MOST_APART
     assert (ranked_wrong(noisy), not_shown(noisy)) == ([], [("a", "b")])
     assert ranking({policy: {"busy_ms": each} for policy, each in noisy.items()})["not_shown"] == {
         "busy_ms": [("a", "b")]
     }
     far = {**noisy, "b": figure([16.0, 16.1], [9.0, 9.0])}
     assert (ranked_wrong(far), not_shown(far)) == ([("a", "b")], [])
-    near = figure([10.0, 10.0 * (1 + MOST_APART)], [10.0, 10.0])
+    near = figure([10.0, 10.15], [10.0, 10.0])
+    assert tie_of(near, near) < MOST_APART
     assert not_shown({"a": near, "b": near}) == []
 
 
@@ -94,7 +120,7 @@ def test_each_figure_has_its_own_tie() -> None:
     found = {"a": of_turns(turns), "b": of_turns(turns)}
     assert ranking(found) == {
         "ranked_wrong": {"ttft_p50_ms": [], "gap_p50_ms": []},
-        "tie": {"ttft_p50_ms": {"a and b": 0.1}, "gap_p50_ms": {"a and b": 0.0}},
+        "tie": {"ttft_p50_ms": {"a and b": 0.2898}, "gap_p50_ms": {"a and b": 0.0}},
         "not_shown": {"ttft_p50_ms": [("a", "b")], "gap_p50_ms": []},
     }
     assert found["a"]["turns"] == turns
