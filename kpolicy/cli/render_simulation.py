@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import attrs
+
 from kpolicy.cli.render import counted, grid, modes_table, reasons_table, say, show_run
 from kpolicy.observe import padding_text
 from kpolicy.scheduling.traces import Trace
 from kpolicy.simulate import SimResult, Spread
 from kpolicy.simulate.result import Goodput
+from kpolicy.simulate.starts import Starts
 from kpolicy.words import some
 
 if TYPE_CHECKING:
@@ -23,10 +26,14 @@ COLD = "(--warm: graphs are there when it comes)"
 
 
 def render_simulation(
-    made: Console, trace: Trace, results: Sequence[SimResult], setting: Sequence[str], notes: Sequence[str]
-) -> None:
-    """Print what policies made of one trace."""
-    tables = (_summary(results), _steps(results), modes_table(results), reasons_table(results))
+    made: Console, trace: Trace, simulated: Sequence[tuple[SimResult, Starts | None]], setting: Sequence[str],
+    notes: Sequence[str],
+) -> None:  # fmt: skip
+    """Print what policies made of one trace, from several starts too where they were asked for."""
+    results = [result for result, _ in simulated]
+    several = [(result.policy, starts) for result, starts in simulated if starts is not None]
+    tables = [_summary(results), *([_starts(several)] if several else [])]
+    tables += [_steps(results), modes_table(results), reasons_table(results)]
     show_run(made, trace, [*setting, *notes], tables)
     for result in results:
         _notes(made, result)
@@ -41,6 +48,17 @@ def _summary(results: Sequence[SimResult]) -> Table:
             result.policy, f"{result.served:,}", _three(result.ttft, 1e3), _three(result.gap, 1e3),
             _three(result.e2e, 1e6), _good(result.goodput),
         )  # fmt: skip
+    return table
+
+
+def _starts(several: Sequence[tuple[str, Starts]]) -> Table:
+    """The least, the middle and the most of latencies over starts."""
+    count = len(several[0][1].seeds)
+    names = [f"{name}\nleast / middle / most" for name in ("TTFT p50 ms", "TTFT p99 ms", "gap p50 ms", "gap p99 ms")]
+    table = grid(f"from {some(count, 'start')}", *names, numbers=tuple(names))
+    for policy, starts in several:
+        ranges = [each[percent] for each in (starts.ttft, starts.gap) for percent in ("p50", "p99")]
+        table.add_row(policy, *(" / ".join(f"{us / 1e3:,.1f}" for us in attrs.astuple(each)) for each in ranges))
     return table
 
 

@@ -10,7 +10,7 @@ import attrs
 from cyclopts import Parameter
 
 from kpolicy import __version__
-from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, step_limits
+from kpolicy.cli.options import Deployment, Json, at_least, ladder_of, specs_of, step_limits, whole
 from kpolicy.cli.recorded import replay_command
 from kpolicy.cli.render import console, print_json, told_after
 from kpolicy.cli.render_simulation import render_simulation
@@ -23,9 +23,15 @@ from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.settings import Objective
 from kpolicy.simulate import Server, SimResult, simulate
 from kpolicy.simulate.cost_models import CostModel
+from kpolicy.simulate.starts import Starts
 from kpolicy.words import some
 
 __all__ = ["setting_lines", "simulate_command"]
+
+_Simulated = tuple[SimResult, Starts | None]
+"""A policy's result from the first start, and what several come to, where they were asked for"""
+_Results = tuple[Trace | FailedTrace, list[_Simulated]]
+"""A trace's"""
 
 
 def simulate_command(
@@ -54,27 +60,43 @@ def simulate_command(
     deployment: Deployment = Deployment(),  # noqa: B008
     files: SimFiles = SimFiles(),  # noqa: B008
     seed: Seed = 0,
+    starts: Annotated[
+        int,
+        Parameter(
+            converter=whole,
+            help="Simulate so many times, from --seed on: each begins at another of the profile's notes of the host's "
+            "speed. Latencies are told as the least, the middle and the most of them besides.",
+        ),
+    ] = 1,
     json: Json = False,
 ) -> int:
     """Serve traces with each policy in simulated time, and compare them: no device, no model, only costs."""
     specs = specs_of(policy)
     at_least("--seed", seed, 0)
+    at_least("--starts", starts, 1)
     if decisions is not None:
         if traces:
             raise ConfigError(f"--decisions {decisions} takes the place of traces; give one of the two.")
         _only_decides(
             served, deployment, files, window=window != 0, start=start != 0, rate=rate != 1, seed=seed != 0,
+            starts=starts != 1,
         )  # fmt: skip
         replay_command(decisions, specs, deployment, json=json)
         return 0
     model = served.costs(deployment)
     server = served.server(deployment, model)
+    if starts > 1 and server.host_speed(model.costs) is None:
+        raise ConfigError(
+            f"--starts {starts} begins at as many of a profile's notes of the host's speed, and "
+            f"{'--steady-host leaves them out' if server.steady_host else f'there are none in {model.what}'}; leave "
+            "--starts out, or give a --profile whose calibration served."
+        )
     loaded = read_each(traces, start=start, window=window, rate=rate)
     names = [path.stem for path in traces] if len(traces) > 1 else None
     turns = files.turns(specs, names, deployment.reads(traces))
     ladder = ladder_of(deployment.ladder, server.settings, config=deployment.config)
     support = deployment.support()
-    results: list[tuple[Trace | FailedTrace, list[SimResult]]] = []
+    results: list[_Results] = []
     failed: list[tuple[Trace, str, KPolicyError]] = []
     interrupted = False
     try:
@@ -84,24 +106,33 @@ def simulate_command(
                 if isinstance(trace, FailedTrace):
                     continue
                 for j, spec in enumerate(specs):
-                    task = shown.add_task(spec, total=len(trace))
+                    task = shown.add_task(spec, total=starts * len(trace))
 
-                    def advance(done: int, task: Any = task) -> None:
-                        shown.update(task, completed=done)
+                    def from_start(
+                        number: int, on_step: Any = None, task: Any = task, trace: Trace = trace, spec: str = spec
+                    ) -> SimResult:
+                        result = simulate(
+                            trace, spec, server=server, costs=model.costs, attention=support, ladder=ladder,
+                            objective=deployment.objective, budget=deployment.budget(), seed=seed + number,
+                            progress=lambda done: shown.update(task, completed=number * len(trace) + done),
+                            on_step=on_step,
+                        )  # fmt: skip
+                        if result.interrupted and number:
+                            # What some of the starts come to isn't what all of them would.
+                            raise KeyboardInterrupt
+                        return result
 
                     try:
                         with turns[i * len(specs) + j].opened(spec, model.costs, server) as on_step:
-                            result = simulate(
-                                trace, spec, server=server, costs=model.costs, attention=support, ladder=ladder,
-                                objective=deployment.objective, budget=deployment.budget(), seed=seed,
-                                progress=advance, on_step=on_step,
-                            )  # fmt: skip
+                            result = from_start(0, on_step)
+                        results[-1][1].append((result, None))
+                        if result.interrupted:
+                            raise KeyboardInterrupt
+                        if starts > 1:
+                            every = [result, *(from_start(number) for number in range(1, starts))]
+                            results[-1][1][-1] = (result, Starts.of(every))
                     except KPolicyError as error:
                         failed.append((trace, spec, error))
-                        continue
-                    results[-1][1].append(result)
-                    if result.interrupted:
-                        raise KeyboardInterrupt
     except KeyboardInterrupt:
         interrupted = True
         results += [(trace, []) for trace in loaded[len(results) :] if isinstance(trace, FailedTrace)]
@@ -111,7 +142,7 @@ def simulate_command(
     report = _report(model, server, deployment, results, failed, specs)
     wrong = errors_of(loaded) + [f"{spec} on {trace.source}: {why}" for trace, spec, why in failed]
     for trace, each in results:
-        for result in each:
+        for result, _ in each:
             if not result.interrupted:
                 named = f"{result.policy} on {trace.source}"
                 wrong += unserved(named, result.refused, served=result.served, kv_tokens=result.kv_tokens)
@@ -178,7 +209,7 @@ def _slower(model: CostModel, server: Server) -> dict[str, float] | None:
 
 def _report(
     model: CostModel, server: Server, deployment: Deployment,
-    results: Sequence[tuple[Trace | FailedTrace, list[SimResult]]],
+    results: Sequence[_Results],
     failed: Sequence[tuple[Trace, str, KPolicyError]], specs: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """What ``--json`` prints and ``--out`` writes."""
@@ -200,7 +231,7 @@ def _report(
 
 
 def _of_trace(
-    trace: Trace | FailedTrace, results: Sequence[SimResult], failed: Sequence[tuple[Trace, str, KPolicyError]],
+    trace: Trace | FailedTrace, results: Sequence[_Simulated], failed: Sequence[tuple[Trace, str, KPolicyError]],
     specs: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """A trace's part: what isn't known of one that failed is null, and every policy failed on it."""
@@ -214,6 +245,8 @@ def _of_trace(
         "requests": len(trace),
         "span_s": trace.span_s,
         "dropped": dict(trace.dropped),
-        "policies": [result.as_dict() for result in results],
+        "policies": [
+            result.as_dict() | ({} if starts is None else {"starts": starts.as_dict()}) for result, starts in results
+        ],
         "failed": [{"policy": spec, "error": str(error)} for of, spec, error in failed if of is trace],
     }

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 
-from benchmarks import fidelity
+from benchmarks import fidelity, fidelity_served
 from benchmarks.fidelity_again import cells_again, check_probe, measured_again
 from benchmarks.fidelity_served import (
     NOTHING,
@@ -39,6 +39,7 @@ from kpolicy.schemas import (
     read_step_log,
     write_profile,
 )
+from kpolicy.served_host import ServedHost
 from kpolicy.settings import Objective, Settings
 from kpolicy.simulate import Server, SimStep, simulate
 from kpolicy.simulate.fidelity import REGIMES
@@ -138,6 +139,29 @@ def test_a_host_that_was_slow_for_a_while_is_simulated_so() -> None:
     assert told == {name: blind[name] for name in told}
     assert untold["busy_ms"]["simulated"] < told["busy_ms"]["simulated"] - 0.8 * STEP_US * served["steps"] / 1e3
     assert "replayed" not in told
+
+
+def test_a_forecast_is_the_middle_of_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among the profile's notes, where it is told nothing; it is one simulation where the profile has none."""
+    monkeypatch.setattr(fidelity_served, "STARTS", 5)
+    notes = ServedHost(scheduler_us=STEP_US, host_work_us=tuple(WORK_US * each for each in (1, 90, 30, 60, 1, 1, 20)))
+    costs = attrs.evolve(analytic_costs(), host_work_us=WORK_US, served=notes)
+    _, served = run(policy="eager")
+    figures = {"policy": "eager", "ttft_us": [served["ttft"]], "gap_us": [served["gap"]], "span_s": served["span"]}
+    setting = SETTING | {"attention": "mixed", "max_model_len": 2000, "rate": 1.0}
+    printed = {"setting": setting, "policies": [figures | served | {"step_us": 1e6}]}
+    found = latencies(printed, TRACE, costs, {}, NOTHING)["eager"]
+    server = fidelity_served.server_of(setting, gap_tail=False)
+    made = [fidelity_served.served_by(setting, TRACE, "eager", costs, server, seed=seed) for seed in range(5)]
+    assert len({one.ttft.p50 for one in made}) > 2
+    for name, values in (
+        ("ttft_p50_ms", [one.ttft.p50 for one in made]), ("busy_ms", [one.step_us for one in made]),
+    ):  # fmt: skip
+        assert found[name]["simulated"] == pytest.approx(sorted(values)[2] / 1e3, abs=1e-3)
+    steady = attrs.evolve(costs, served=None)
+    alone = latencies(printed, TRACE, steady, {}, NOTHING)["eager"]
+    once = fidelity_served.served_by(setting, TRACE, "eager", steady, server)
+    assert alone["ttft_p50_ms"]["simulated"] == pytest.approx(once.ttft.p50 / 1e3, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fidelity_served import NOTHING
-from benchmarks.forecast_spread import STARTS
+from benchmarks.fidelity_served import NOTHING, STARTS
 from kpolicy.middle_profile import middle
 from kpolicy.schemas import read_profile
 from tests.benchmarks import test_fidelity_docs as earlier
@@ -348,6 +347,20 @@ def test_the_clause_was_written_before_the_runs_that_it_judges() -> None:
     assert "**Forecasts**, on 2026-11-29 at 18:44 UTC (committed at 18:45, c3d2e5a8)" in RULE
     made = [read_profile(earlier.path_of(name, "-profile-1")).measured_at for name in RUNS]
     assert min(made) > "2026-11-29T18:45"
+
+
+def test_what_forecasts_from_several_starts_would_have_been() -> None:
+    """As the clause for runs to come tells of these."""
+    middles = {(name, policy, key): each["from_starts"][key]["middle"] for name in RUNS
+               for policy, each in spread(name).items() for key in NAMES}  # fmt: skip
+    first, *more = (middles[name, LATE, TTFT] for name in QWENS)
+    told = f"Looking back `vllm`'s first token is {first:.1%} late and {-more[0] * 100:.1f} and {-more[1]:.1%} early so"
+    assert told in RULE
+    others = [
+        abs(error) for (name, policy, key), error in middles.items() if name == LITE or (policy, key) != (LATE, TTFT)
+    ]
+    assert max(others) <= MOST_LATENCY
+    assert "no other median is beyond 10% either way" in RULE
 
 
 def held_now() -> int:

@@ -10,11 +10,13 @@ from typing import Any
 import attrs
 import pytest
 
+from kpolicy.cli import simulate as simulate_module
 from kpolicy.costs import CostTable, analytic_costs
 from kpolicy.scheduling.traces import read_trace
 from kpolicy.schemas import Profile, write_profile
 from kpolicy.served_host import ServedHost
 from kpolicy.simulate import Server, simulate
+from kpolicy.simulate.starts import Starts
 from tests.cli.conftest import Command, write
 from tests.cli.test_bad_input import refused
 
@@ -167,3 +169,52 @@ def test_times_that_none_takes_are_refused(option: str, value: str, kpolicy: Com
     """By the option's name, though the profile has times of its own."""
     ended = kpolicy("simulate", trace, "--profile", own, f"{option}={value}")
     refused(ended, f"{option} is {float(value):g}; it takes microseconds from 0 up")
+
+
+def test_latencies_are_told_from_several_starts(kpolicy: Command, trace: Path, own: Path) -> None:
+    """The library's from each seed; what the first gives is told as without, and so are step logs."""
+    given = ("simulate", trace, "--policy", "eager", "--policy", "vllm", "--window", 0, "--profile", own)
+    told = kpolicy(*given, "--seed", 2, "--starts", 3, "--json").json
+    for found, policy in zip(told["traces"][0]["policies"], ("eager", "vllm"), strict=True):
+        results = [
+            simulate(read_trace(trace), policy, server=Server(), costs=COSTS, attention="gqa", seed=seed)
+            for seed in (2, 3, 4)
+        ]
+        starts = found.pop("starts")
+        assert found == json.loads(json.dumps(results[0].as_dict()))
+        assert starts == json.loads(json.dumps(Starts.of(results).as_dict()))
+        assert starts["seeds"] == [2, 3, 4]
+    assert all("starts" not in each for each in kpolicy(*given, "--json").json["traces"][0]["policies"])
+    said = " ".join(kpolicy(*given, "--starts", 3).out.split())
+    assert "from 3 starts least / middle / most" in said
+    assert "from 3 starts" not in kpolicy(*given).out
+
+
+def test_starts_without_notes_are_refused(kpolicy: Command, trace: Path, own: Path, tmp_path: Path) -> None:
+    """All would be the same; what is given in their place is told."""
+    bare = profile_of(tmp_path / "bare.json", attrs.evolve(COSTS, served=None))
+    given = ("simulate", trace, "--policy", "eager", "--starts", 3)
+    refused(kpolicy(*given, "--profile", bare), "--starts 3", "there are none in", "whose calibration served")
+    refused(kpolicy(*given), "--starts 3", "there are none in")
+    refused(kpolicy(*given, "--profile", own, "--steady-host"), "--steady-host leaves them out")
+    refused(kpolicy(*given[:-1], 0, "--profile", own), "--starts is 0", "from 1 to")
+    refused(kpolicy(*given[:-1], 1.5, "--profile", own), "takes a whole number")
+
+
+def test_starts_that_are_interrupted_leave_the_first(
+    kpolicy: Command, trace: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What some of them come to isn't what all would; the policy's own result stays, and the next isn't begun."""
+    made = simulate_module.simulate
+
+    def interrupted(*given: Any, seed: int, **more: Any) -> Any:
+        found = made(*given, seed=seed, **more)
+        return attrs.evolve(found, interrupted="interrupted") if seed == 1 else found
+
+    monkeypatch.setattr(simulate_module, "simulate", interrupted)
+    given = ("simulate", trace, "--policy", "eager", "--policy", "vllm", "--profile", own, "--starts", 3, "--json")
+    ended = kpolicy(*given)
+    assert ended.code == 130
+    [found] = ended.json["traces"][0]["policies"]
+    assert (found["policy"], "starts" in found, found["interrupted"]) == ("eager", False, "")
+    assert "interrupted; what was done is above" in ended.err
