@@ -17,8 +17,9 @@ A profile's table needn't be the one that its run had: ``--table`` says how it c
 itself (`kpolicy.middle_profile`), and with ``--date`` the result names it and the profile is kept beside it.
 
 Of a run with several turns a policy (``kpolicy run --repeats``) give each turn's log, in the order of the turns: cells
-are of the first turns, latencies and the ranking of the means of all, and what a policy's own turns differ by is what
-two policies have to be apart to be ranked (`benchmarks.fidelity_turns`). ``--again`` takes steps of first turns.
+are of the first turns, latencies and the ranking of the means of all, and two policies are ranked where the interval of
+their difference, by what each one's turns deviate by, leaves 0 out (`benchmarks.fidelity_turns`). ``--again`` takes
+steps of first turns.
 
 In those cells a step's regime is by the host speed that was noted at it: one that only a slow moment makes host-bound
 counts as host-bound. Other tables, of first turns and of all, are by the regime that the profile gives each step at its

@@ -1,8 +1,8 @@
 """A whole fidelity run by one command, on a machine with a GPU: calibrations, the run, and its steps run again.
 
 Three calibrations one after the other, the profile of their middle (`kpolicy.middle_profile`), a run of every policy
-twice by that profile, one calibration more, the steps that the rule wants run again (`benchmarks.gpu.again`), and a
-last calibration, each under ``benchmarks.quiet --follow`` and all within one limit::
+three times by that profile, one calibration more, the steps that the rule wants run again (`benchmarks.gpu.again`), and
+a last calibration, each under ``benchmarks.quiet --follow`` and all within one limit::
 
     python -m benchmarks.fidelity_run --config config.json --trace azure_llm_2023_code.csv --start 600 --window 20
         --rate 0.7 --policy auto --policy piecewise --policy vllm --limit 580 --out DIR
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace to serve (30)")
     parser.add_argument("--rate", type=float, required=True, help="how much faster requests arrive than in the trace")
     parser.add_argument("--policy", action="append", required=True, help="a policy; repeat the option for several")
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each policy (2)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each policy (3)")
     parser.add_argument("--device", default="cuda", help="what serves the model (cuda)")
     parser.add_argument("--calibrations", type=int, default=3, help="before the run, by whose middle it decides (3)")
     parser.add_argument("--later", type=int, default=2, help="calibrations after the run and what runs again (2)")

@@ -1,9 +1,9 @@
 """What `benchmarks.fidelity` makes of policies that had several turns on the same arrivals (`kpolicy run --repeats`).
 
 A figure is then the mean of a policy's turns, measured and simulated. Two policies are a tie by it where the 95%
-interval of the difference of their measured means, by Student's t and what their turns deviate by together, has 0 in
-it. Of a policy with one turn nothing is known of that, and `TIE` stands for it. Where half of the interval is over
-`MOST_APART` a tie isn't one: the ranking of these two isn't shown.
+interval of the difference of their measured means, as shares of each one's own, has 0 in it, by Student's t and what
+their turns deviate by together. Of a policy with one turn nothing is known of that, and `TIE` stands for it. Where half
+of the interval is over `MOST_APART` a tie isn't one: the ranking of these two isn't shown.
 
 Results from before 2026-11-29, 22:25 UTC, don't say what turns deviate by. In these two policies are a tie where their
 means are no further apart than the turns of either (docs/measured_fidelity.md has the rule by its times).
@@ -67,7 +67,7 @@ def tie_of(one: Figure, other: Figure) -> float:
         return max(each.get("apart", TIE) for each in both)
     free = sum(each["of"] - 1 for each in both)
     pooled = sqrt(sum((each["of"] - 1) * each["deviation"] ** 2 for each in both) / free)
-    return round(student(free) * pooled * sqrt(sum(1 / each["of"] for each in both)), 4)
+    return student(free) * pooled * sqrt(sum(1 / each["of"] for each in both))
 
 
 def replays_apart(logs: Mapping[str, Sequence[Sequence[StepEntry]]], costs: CostTable) -> dict[str, float]:
@@ -124,7 +124,7 @@ def ranked_wrong(figures: Mapping[str, Figure]) -> list[tuple[str, str]]:
 
 def ties(figures: Mapping[str, Figure]) -> dict[str, float]:
     """By two policies, their tie."""
-    return {" and ".join(pair): tie for pair, _, tie in pairs_of(figures)}
+    return {" and ".join(pair): round(tie, 4) for pair, _, tie in pairs_of(figures)}
 
 
 def ranking(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.fidelity_served import NOTHING, STARTS
+from benchmarks.fidelity_turns import MOST_APART as MOST_TIE
+from benchmarks.fidelity_turns import figure, pairs_of, ranked_wrong
 from kpolicy.middle_profile import middle
 from kpolicy.schemas import read_profile
 from tests.benchmarks import test_fidelity_docs as earlier
@@ -170,6 +172,9 @@ def test_what_the_page_says_of_forecasts_first_is_so() -> None:
     told = f"within {ttft[0]:.1%} on DeepSeek-V2-Lite's and {ttft[1]:.1%} on the 0.5B's, those of gaps within "
     assert f"{told}{gap[0] * 100:.1f} and {gap[1]:.1%}, but for one policy" in TOLD
     assert f"From any of {STARTS} starts among the profile's notes" in TOLD
+    assert f"**In short: yes for gaps between tokens, within {max(gap):.1%}, and for which of two policies" in TOLD
+    assert max(ttft) < 0.08
+    assert "within 8% for first tokens, and no for those of a policy that all but fills its server.**" in TOLD
     off = [forecasts(name)[LATE][TTFT]["error"] for name in QWENS]
     late, *early = map(early_or_late, off)
     assert f"**`vllm`'s first token on the 0.5B came out {late}, {early[0]} and {early[1]}**" in TOLD
@@ -178,6 +183,8 @@ def test_what_the_page_says_of_forecasts_first_is_so() -> None:
     apart = [forecasts(name)[LATE][TTFT]["apart"] for name in QWENS]
     assert f"its two turns of a run were {apart[0] * 100:.1f}, {apart[1] * 100:.1f} and {apart[2]:.1%} apart" in TOLD
     assert [shown(forecasts(name)[LATE][TTFT]) for name in QWENS] == [False, False, True]
+    assert "isn't judged in these two, as its turns are too far apart" in TOLD
+    assert f"is busy for {busy(LITE):.0%}, and its turns are {forecasts(LITE)[LATE][TTFT]['apart']:.1%} apart" in TOLD
     others = [each[key] for name in RUNS for policy, each in forecasts(name).items() for key in NAMES
               if (policy, key) != (LATE, TTFT)]  # fmt: skip
     assert all(map(shown, others))
@@ -202,6 +209,13 @@ def test_what_the_page_says_of_forecasts_first_is_so() -> None:
     assert told in TOLD
 
 
+def busy(name: str) -> float:
+    """The share of a run's time for which its slowest policy is busy."""
+    policies = earlier.written(name)["served"]["policies"]
+    share: float = max(each["busy_ms"]["measured"] / each["span_ms"]["measured"] for each in policies.values())
+    return share
+
+
 def test_what_the_page_says_of_steps_and_verdicts_first_is_so() -> None:
     """Errors of cells, those over the line by single steps, and which runs hold."""
     assert f"DeepSeek-V2-Lite's are within {max(row['error'] for row in rows(LITE).values()):.1%} in every" in TOLD
@@ -213,6 +227,9 @@ def test_what_the_page_says_of_steps_and_verdicts_first_is_so() -> None:
     least = min(row["time_share"] for name in (SECOND, LATEST) for row in rows(name).values())
     assert f"every cell of the eighteenth and the nineteenth has {least:.1%} or more" in TOLD
     assert "in 20 of 21 cells by the rule" in TOLD
+    alone = [judged(name + ALONE, key)[0] for name in QWENS for key in rows(name + ALONE)]
+    assert (len(alone), alone.count("yes")) == (21, 19)
+    assert "and by the three calibrations before a run alone in 19" in TOLD
     over = [(key[0], rows(name)[key]) for name, key in every if rows(name)[key]["error"] > earlier.MOST]
     assert len(over) == 5
     worst = [max((row["error"], row["noise"]) for mode, row in over if mode == of) for of in ("eager", "piecewise")]
@@ -226,8 +243,14 @@ def test_what_the_page_says_of_steps_and_verdicts_first_is_so() -> None:
     assert f"doesn't by a cell of {rows(FIRST)[('piecewise', 'host-bound')]['steps']} steps and that pair" in TOLD
     assert (over_the_line(SECOND), forecasts_over(SECOND)) == ([], [])
     assert wrongly(SECOND)
+    assert "the eighteenth by that pair alone" in TOLD
     assert (over_the_line(LATEST), wrongly(LATEST)) == ([], {})
     assert forecasts_over(LATEST) == [(LATE, TTFT)]
+    assert (
+        "the nineteenth by `vllm`'s forecast, and by the calibrations before alone by a cell and the other pair too"
+        in (TOLD)
+    )
+    assert over_the_line(LATEST + ALONE) == [("piecewise", "host-bound")]
     told_speed = [
         max(abs(each[key]["error"]) for each in earlier.written(name + ALONE)["served"]["policies"].values())
         for name in RUNS
@@ -286,20 +309,76 @@ def test_which_pairs_rank_wrongly() -> None:
     told = f"differed by {replays[0] * 100:.1f} to {replays[-1]:.1%} between policies of the 0.5B's runs and by "
     [lite] = results[LITE]["replays_apart"].values()
     assert f"{told}{abs(lite):.1%} between two of DeepSeek-V2-Lite's" in TOLD
-    again = [abs(results[name]["replays_apart"]["auto and split:form=decodes_beside"]) for name in (SECOND, LATEST)]
-    turns = sorted(each["apart"] for pair in tokens[1:] for each in pair)
-    assert f"{again[0]:.1%}" == f"{again[1]:.1%}"
-    told = f"which differ by {again[0]:.1%} so in both runs, are {turns[0] * 100:.1f} to {turns[-1]:.1%} apart by time"
+    shared, *anew = (results[name]["replays_apart"]["auto and split:form=decodes_beside"] for name in QWENS)
+    turns = max(each["apart"] for pair in tokens[1:] for each in pair)
+    assert f"{anew[0]:.1%}" == f"{anew[1]:.1%}"
+    told = (
+        f"`auto`'s replays took {shared:.1%} longer than those of decodes beside prompts while turns shared captures, "
+    )
+    told += f"and {-anew[0]:.1%} less in both runs since; turns of either are at most {turns:.1%} apart by time a token"
     assert told in TOLD
     alone = earlier.written(LATEST + ALONE)
     assert (alone["ranked_wrong"], not any(alone["served"]["ranked_wrong"].values())) == ([["piecewise", "vllm"]], True)
     quick, slow = (alone["us_per_token"][policy]["measured"] for policy in alone["ranked_wrong"][0])
-    assert f"and `piecewise` and `vllm`, {slow / quick - 1:.1%} apart, rank wrongly by time a token" in TOLD
+    apart = slow / quick - 1
+    assert f"and `piecewise` and `vllm`, {apart:.1%} apart, rank wrongly by time a token" in TOLD
+    told = f"`piecewise` and `vllm` in the nineteenth: {apart:.1%} apart by time a token, of which `piecewise`'s is "
+    assert f"{told}{alone['us_per_token']['piecewise']['error']:.1%} too long so" in TOLD
+    assert apart < 0.07
+    told = f"up to {most_apart_before():.1%} apart in the runs before and {apart:.1%} in the nineteenth"
+    assert f"choose none for a difference of less than 7%: wrong rankings were of pairs {told}" in TOLD
+    told = (
+        f"Wrong rankings were of policies up to {apart:.1%} apart in the figure: don't choose by a difference of less "
+    )
+    assert f"{told}than 7%" in " ".join(" ".join(SIMULATE).split())
+
+
+def most_apart_before() -> float:
+    """How far apart the furthest pair was that ranked wrongly in the runs before."""
+    return max(apart for name in earlier.LAST for apart in earlier.wrongly_ranked(earlier.written(name)))
+
+
+def test_what_the_clause_for_ties_says_of_these_runs() -> None:
+    """By both rules, from what the results tell of turns: pairs that are ranked, a tie, and not shown."""
+    kinds = {"then": [0, 0, 0], "now": [0, 0, 0]}
+    wrong: dict[str, list[tuple[str, tuple[str, str]]]] = {}
+    for name in RUNS:
+        result = earlier.written(name)
+        figures = {"time a token": result["us_per_token"]}
+        figures |= {
+            key: {policy: each[key] for policy, each in result["served"]["policies"].items()} for key in FIGURES
+        }
+        for key, then in figures.items():
+            now = {policy: with_deviation(each) for policy, each in then.items()}
+            for rule, of in (("then", then), ("now", now)):
+                for _, apart, tie in pairs_of(of):
+                    kinds[rule][0 if apart > tie else 1 if tie <= MOST_TIE else 2] += 1
+            wrong.setdefault(name, []).extend((key, pair) for pair in ranked_wrong(now))
+    assert sum(kinds["then"]) == sum(kinds["now"]) == 105
+    assert kinds["then"][2] == 0
+    told = (
+        f"Of 105 pairs and figures of the four runs {kinds['then'][0]} are ranked and {kinds['then'][1]} a tie as they "
+    )
+    told += f"were judged, and {kinds['now'][0]}, {kinds['now'][1]} and {kinds['now'][2]} not shown by it"
+    assert told in RULE
+    assert {name: found for name, found in wrong.items() if found} == {FIRST: [("time a token", tuple(PAIR))]}
+    pair = [earlier.written(SECOND)["us_per_token"][policy] for policy in reversed(PAIR)]
+    told = f"the eighteenth's pair is {pair[0]['measured'] / pair[1]['measured'] - 1:.1%} apart where each one's turns "
+    told += "are "
+    assert f"{told}{pair[0]['apart'] * 100:.1f} and {pair[1]['apart']:.1%}" in RULE
+
+
+def with_deviation(told: dict[str, Any]) -> dict[str, Any]:
+    """A figure of two turns as results of today have it, by how much these are apart."""
+    low = 2 / (2 + told["apart"])
+    made = figure([low, low * (1 + told["apart"])], [1.0, 1.0], 6)
+    return told | {name: made[name] for name in ("deviation", "of")}
 
 
 def test_what_the_host_took() -> None:
     """In the runs and in the servings that forecasts go by: the scheduler, and how slow the host was."""
     scheduler, host, single = [], [], []
+    works: list[tuple[float, str]] = []
     for name in RUNS:
         result, costs = earlier.written(name + ALONE), read_profile(earlier.path_of(name + ALONE, "-profile")).costs
         served = costs.served
@@ -318,16 +397,21 @@ def test_what_the_host_took() -> None:
         single.append(f"{min(means):.2f} to {max(means):.2f}")
         parts = [f"{served.mean_work_us / usual_us:.2f}", single[-1], f"{max(served.host_work_us) / usual_us:.1f}"]
         host.append(line_of([model(name), *parts, f"{min(turns) / usual_us:.2f} to {max(turns) / usual_us:.2f}"]))
+        works.append((usual_us, f"{min(turns):.1f} to {max(turns):.1f}"))
     at = PAGE.index(scheduler[0])
     assert PAGE[at : at + len(RUNS)] == scheduler
     at = PAGE.index(host[0])
     assert PAGE[at : at + len(RUNS)] == host
+    (lite, beside), *own = works
+    usual = f"{own[0][0]:.1f}, {own[1][0]:.1f} and {own[2][0]:.1f} us in the profiles of the 0.5B's three runs"
+    turns_of = f"{own[0][1]}, {own[1][1]} and {own[2][1]} us in the mean of their turns; {lite:.1f} and {beside}"
+    assert f"Fixed work took {usual}, by the calibrations before, and {turns_of} in DeepSeek-V2-Lite's" in TOLD
     assert f"single servings of one run are {single[-1]} and {single[0]} times as slow as its launches" in TOLD
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_profiles_are_the_middle_of_their_calibrations(name: str) -> None:
-    """Of the three before the run, by which it is forecast, and of all five; no verdict is another by the three."""
+    """Of the three before the run, by which it is forecast, and of all five; one verdict is another by the three."""
     made = [read_profile(earlier.path_of(name, f"-profile-{number}")) for number in range(1, 6)]
     assert middle(made).costs == read_profile(earlier.path_of(name, "-profile")).costs
     assert middle(made[:3]).costs == read_profile(earlier.path_of(name + ALONE, "-profile")).costs
@@ -398,13 +482,12 @@ def test_what_the_page_says_of_other_runs_and_loads() -> None:
     assert (
         f"and was {max(each for each in off if each[1:] == ('small24-twelfth', NOTHING))[0]:.1%} off as a fore" in TOLD
     )
-    lite, *busy = (
-        max(each["busy_ms"]["measured"] / each["span_ms"]["measured"] for each in found["policies"].values())
-        for found in (earlier.written(name)["served"] for name in RUNS)
-    )
-    least, most = min(busy) * 100, max(busy)
+    lite, *others = map(busy, RUNS)
+    least, most = min(others) * 100, max(others)
     assert f"the slowest policy is busy for {least:.0f} to {most * 100:.0f} and {lite:.0%} of the time" in TOLD
-    assert f"a server that is busy for {least:.0f} to {most:.0%} of the time" in TOLD
+    assert f"Its server is busy for {least:.0f} to {most:.0%} of the time" in TOLD
+    for page in (README, " ".join(" ".join(SIMULATE).split())):
+        assert f"on a server that is busy for {least:.0f} to {most:.0%} of the time" in page
     halves = [
         row["bias"]
         for name in QWENS
@@ -417,12 +500,18 @@ def test_what_the_page_says_of_other_runs_and_loads() -> None:
 
 def test_how_forecasts_were_made() -> None:
     """In how many minutes calibrations were over, and how far gaps move from other starts."""
+    first: list[str] = []
     for name in RUNS:
         made = [read_profile(earlier.path_of(name, f"-profile-{number}")).measured_at for number in range(1, 6)]
         minutes = [60 * int(each[11:13]) + int(each[14:16]) for each in made]
         assert minutes == sorted(minutes)
-        assert minutes[2] - minutes[0] <= 3
-    assert "the middle of three calibrations, which took three minutes; the next was behind the run" in TOLD
+        assert minutes[2] - minutes[0] == 2
+        # Turns of the run lie between the third and the fourth.
+        assert minutes[3] - minutes[2] >= 4
+        first.append(made[0][11:16])
+    assert f"DeepSeek-V2-Lite's nineteenth, calibrated from {first[0]} UTC on" in TOLD
+    assert f"seventeenth, eighteenth and nineteenth, from {first[1]}, {first[2]} and {first[3]} on" in TOLD
+    assert "the last of which was over two minutes after the first; the next was behind the run" in TOLD
     moved = [most - least for name in RUNS for least, most in over_starts(name, "gap_p50_ms").values()]
     assert f"Gaps move by at most {max(moved) * 100:.1f} points" in TOLD
     assert f"`--seed 0` to `--seed {STARTS - 1}`" in TOLD
@@ -434,7 +523,11 @@ def test_other_pages_say_the_same() -> None:
     told = f"within {ttft[0]:.1%} (DeepSeek-V2-Lite's shape) and {ttft[1]:.1%} (Qwen2.5-0.5B's), gaps within "
     told += f"{gap[0] * 100:.1f} and {gap[1]:.1%}"
     off = [abs(forecasts(name)[LATE][TTFT]["error"]) for name in QWENS]
-    late = f"but for one policy's first token on the latter, {min(off) * 100:.1f} to {max(off):.1%} off"
+    most = max(abs(error) for name in QWENS for error in over_starts(name, TTFT)[LATE])
+    late = (
+        f"but for one policy's first token on the latter, {min(off) * 100:.1f} to {max(off):.1%} off, and from other "
+    )
+    late += f"starts up to {most:.1%}"
     made, held = before()
     for page in (README, " ".join(" ".join(SIMULATE).split())):
         assert f"{told}, {late}" in page

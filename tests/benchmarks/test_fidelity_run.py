@@ -60,6 +60,8 @@ def test_all_runs_in_its_order_and_once(
         "S-split-form-decodes_beside.jsonl",
         "S-auto-2.jsonl",
         "S-split-form-decodes_beside-2.jsonl",
+        "S-auto-3.jsonl",
+        "S-split-form-decodes_beside-3.jsonl",
     ]
     told = " ".join(f"--log {log}" for log in logs)
     assert f"--profile P.json {told} --again A-auto.jsonl --run R.json --trace trace.csv --start 0 --window 30" in last
@@ -226,7 +228,7 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
     assert middle == "benchmarks.middle_profile C-1.json C-2.json C-3.json --out P.json"
     assert run == (
         f"kpolicy run --device cuda --model config.json {served} --rate 2 --policy auto --policy "
-        "split:form=decodes_beside --repeats 2 --recapture --no-verify --profile P.json --step-log S.jsonl --json"
+        "split:form=decodes_beside --repeats 3 --recapture --no-verify --profile P.json --step-log S.jsonl --json"
     )
     assert again == (
         f"benchmarks.gpu.again --device cuda --config config.json --profile P.json --run R.json {served} --log "
