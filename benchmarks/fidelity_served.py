@@ -31,6 +31,8 @@ STARTS = 24
 """Among a profile's notes of the host's speed, from which it is simulated where it is told nothing of the run"""
 Turns = Mapping[str, Sequence[Sequence[StepEntry]]]
 """By policy, the steps of each of its turns"""
+Untold = dict[tuple[str, bool], list[SimResult]]
+"""What simulations come to that are told nothing of the run, by policy and by whether it is told its longest gaps"""
 _COUNTS = BatchNumbers._fields.index("max_query_len")
 
 
@@ -154,6 +156,7 @@ def latencies(
         ConfigError: a policy's logs aren't those of its turns.
     """
     found: dict[str, list[dict[str, Any]]] = {}
+    untold: Untold = {}
     for each in run["policies"]:
         turns, policy = found.setdefault(each["policy"], []), each["policy"]
         before, entries = [], None
@@ -165,13 +168,14 @@ def latencies(
                     f"the run {', '.join(map(str, of_it))}. Give the log of each turn, in the order of the turns."
                 )
             before, entries = list(given[: len(turns)]), given[len(turns)]
-        turns.append(latencies_of(run["setting"], each, requests, costs, entries, before, knows))
+        turns.append(latencies_of(run["setting"], each, requests, costs, entries, before, knows, untold))
     return {policy: of_turns(turns) for policy, turns in found.items()}
 
 
 def latencies_of(
     setting: dict[str, Any], each: dict[str, Any], requests: Trace, costs: CostTable,
     entries: Sequence[StepEntry] | None, before: Sequence[Sequence[StepEntry]] = (), knows: str = ALL,
+    untold: Untold | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What a policy's turn measured and what simulating its arrivals gives: milliseconds and their error; steps.
 
@@ -183,6 +187,7 @@ def latencies_of(
         entries: the turn's steps; None where there is no log of it.
         before: those of the policy's turns before.
         knows: what the simulation is told of the run.
+        untold: what other turns came to, told nothing: the same in each.
 
     With a log, and told all, also "replayed", and the mean of the fixed work's times that it notes, "host_work_us".
     """
@@ -202,12 +207,16 @@ def latencies_of(
     sizes = eager_sizes(chain(*before)) if knows == ALL else ()
     # Told nothing, it begins at no note of the host's speed rather than at another.
     several = knows == NOTHING and server.host_speed(costs) is not None
-    simulated = [
-        served_by(
-            setting, requests, each["policy"], costs, server, host_speed=speeds, eager_sizes=sizes, seed=seed
-        )
-        for seed in range(STARTS if several else 1)
-    ]  # fmt: skip
+    turn, untold = (each["policy"], tail), {} if untold is None else untold
+    simulated = untold.get(turn, []) if knows == NOTHING else []
+    if not simulated:
+        of_run: dict[str, Any] = {"host_speed": speeds, "eager_sizes": sizes}
+        simulated = [
+            served_by(setting, requests, each["policy"], costs, server, seed=seed, **of_run)
+            for seed in range(STARTS if several else 1)
+        ]
+    if knows == NOTHING:
+        untold[turn] = simulated
     # Both sides have the scheduler's own time, a step's and the run's, but where the simulation isn't told it.
     pairs = {
         "ttft_p50_ms": (each["ttft_us"][0], [one.ttft.p50 for one in simulated]),

@@ -31,7 +31,7 @@ def render_simulation(
 ) -> None:  # fmt: skip
     """Print what policies made of one trace, from several starts too where they were asked for."""
     results = [result for result, _ in simulated]
-    several = [(result.policy, starts) for result, starts in simulated if starts is not None]
+    several = [(result, starts) for result, starts in simulated if starts is not None]
     tables = [_summary(results), *([_starts(several)] if several else [])]
     tables += [_steps(results), modes_table(results), reasons_table(results)]
     show_run(made, trace, [*setting, *notes], tables)
@@ -51,14 +51,24 @@ def _summary(results: Sequence[SimResult]) -> Table:
     return table
 
 
-def _starts(several: Sequence[tuple[str, Starts]]) -> Table:
-    """The least, the middle and the most of latencies over starts."""
+def _starts(several: Sequence[tuple[SimResult, Starts]]) -> Table:
+    """The least, the middle and the most of latencies over starts; a dash where there are no values."""
     count = len(several[0][1].seeds)
     names = [f"{name}\nleast / middle / most" for name in ("TTFT p50 ms", "TTFT p99 ms", "gap p50 ms", "gap p99 ms")]
     table = grid(f"from {some(count, 'start')}", *names, numbers=tuple(names))
-    for policy, starts in several:
-        ranges = [each[percent] for each in (starts.ttft, starts.gap) for percent in ("p50", "p99")]
-        table.add_row(policy, *(" / ".join(f"{us / 1e3:,.1f}" for us in attrs.astuple(each)) for each in ranges))
+    for result, starts in several:
+        ranges = [
+            (each[percent], spread.count)
+            for each, spread in ((starts.ttft, result.ttft), (starts.gap, result.gap))
+            for percent in ("p50", "p99")
+        ]
+        table.add_row(
+            result.policy,
+            *(
+                " / ".join(f"{us / 1e3:,.1f}" for us in attrs.astuple(each)) if values else "-"
+                for each, values in ranges
+            ),
+        )
     return table
 
 

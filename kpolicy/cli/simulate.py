@@ -64,8 +64,8 @@ def simulate_command(
         int,
         Parameter(
             converter=whole,
-            help="Simulate so many times, from --seed on: each begins at another of the profile's notes of the host's "
-            "speed. Latencies are told as the least, the middle and the most of them besides.",
+            help="Simulate with so many seeds, from --seed on, each of which picks one of the profile's notes of the "
+            "host's speed to begin at. Latencies are told as the least, the middle and the most of them besides.",
         ),
     ] = 1,
     json: Json = False,
@@ -87,7 +87,7 @@ def simulate_command(
     server = served.server(deployment, model)
     if starts > 1 and server.host_speed(model.costs) is None:
         raise ConfigError(
-            f"--starts {starts} begins at as many of a profile's notes of the host's speed, and "
+            f"--starts {starts} begins at some of a profile's notes of the host's speed, and "
             f"{'--steady-host leaves them out' if server.steady_host else f'there are none in {model.what}'}; leave "
             "--starts out, or give a --profile whose calibration served."
         )

@@ -48,7 +48,7 @@ class Starts:
     """Latencies of one policy on one trace over several starts.
 
     Args:
-        seeds: of the simulations, each of which begins at another note.
+        seeds: of the simulations. Each picks the note that its simulation begins at, which two may have in common.
         ttft, gap, e2e: time to first token, between a request's tokens, and from arrival to last token: the range of
             each of `PERCENTS`.
     """

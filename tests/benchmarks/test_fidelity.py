@@ -158,6 +158,14 @@ def test_a_forecast_is_the_middle_of_starts(monkeypatch: pytest.MonkeyPatch) -> 
         ("ttft_p50_ms", [one.ttft.p50 for one in made]), ("busy_ms", [one.step_us for one in made]),
     ):  # fmt: skip
         assert found[name]["simulated"] == pytest.approx(sorted(values)[2] / 1e3, abs=1e-3)
+    # Of further turns it is the same, and isn't simulated again.
+    asked, simulated = [], fidelity_served.served_by
+    monkeypatch.setattr(
+        fidelity_served, "served_by", lambda *given, **more: asked.append(more) or simulated(*given, **more)
+    )
+    twice = latencies({**printed, "policies": 2 * printed["policies"]}, TRACE, costs, {}, NOTHING)["eager"]
+    assert twice["ttft_p50_ms"]["simulated"] == found["ttft_p50_ms"]["simulated"]
+    assert len(asked) == 5
     steady = attrs.evolve(costs, served=None)
     alone = latencies(printed, TRACE, steady, {}, NOTHING)["eager"]
     once = fidelity_served.served_by(setting, TRACE, "eager", steady, server)

@@ -190,6 +190,16 @@ def test_latencies_are_told_from_several_starts(kpolicy: Command, trace: Path, o
     assert "from 3 starts" not in kpolicy(*given).out
 
 
+def test_starts_of_which_none_serves_have_no_latencies(kpolicy: Command, tmp_path: Path, own: Path) -> None:
+    """A dash, as where one was asked for, and not 0 ms."""
+    trace = write(tmp_path / "long.csv", "timestamp,input_length,output_length", "0.0,900,9", "0.1,800,9")
+    given = ("simulate", trace, "--policy", "eager", "--profile", own, "--starts", 2, "--kv-tokens", 64)
+    ended = kpolicy(*given)
+    assert ended.code == 1
+    rows = [line.split() for line in ended.out.partition("from 2 starts")[2].splitlines()]
+    assert next(row for row in rows if row[:1] == ["eager"]) == ["eager", "-", "-", "-", "-"]
+
+
 def test_starts_without_notes_are_refused(kpolicy: Command, trace: Path, own: Path, tmp_path: Path) -> None:
     """All would be the same; what is given in their place is told."""
     bare = profile_of(tmp_path / "bare.json", attrs.evolve(COSTS, served=None))
