@@ -52,7 +52,8 @@ MODELS = {
     "0.5B": Heads(24, 14, 2, 64), "1B": Heads(16, 32, 8, 64), "8B": Heads(32, 32, 8, 128),
     "dsv2lite": Heads(27, 16, 1, 512, 64),
 }  # fmt: skip
-CELLS, GRAPHS = ((8, 1000), (16, 1000), (8, 4000), (16, 4000), (160, 1000)), (8, 16, 32, 80, 160)
+CELLS = ((8, 1000), (16, 1000), (48, 1000), (60, 1000), (8, 4000), (16, 4000), (160, 1000))
+GRAPHS = (8, 16, 32, 80, 160)
 """(rows, KV tokens of each), and rows of graphs"""
 UNEVEN = ((32, 1300), (84, 1300), (8, 4000), (16, 4000))
 """(rows, KV tokens in the mean), each in graphs of its own rows too"""
@@ -124,19 +125,22 @@ def calls_of(kernels: dict[str, ModuleType], heads: Heads, rows: Any, query: Any
     import torch
 
     attend = kernels["latent"].latent_attention if heads.rope else kernels["paged"].paged_attention
-    counted = "arrivals" in inspect.signature(attend).parameters
+    given = inspect.signature(attend).parameters
     splits = kernels.get("splits") or importlib.import_module("kpolicy.serving.gpu.splits")
 
     def run() -> Any:
-        more: tuple[Any, ...] = ()
-        if counted:
-            more = (splits.new_arrivals(query.device),)
+        # What a step has once for all layers; earlier versions have counters alone, or nothing.
+        more: dict[str, Any] = {}
+        if "shares" in given:
+            more["shares"] = splits.Shares()
+        elif "arrivals" in given:
+            more["arrivals"] = splits.new_arrivals(query.device)
         for layer in caches:
             if heads.rope:
                 parts = query.split((heads.dim, heads.rope), -1)
-                out = attend(*parts, *layer, rows, 0.1, *more, 1)
+                out = attend(*parts, *layer, rows, 0.1, decode_len=1, **more)
             else:
-                out = attend(query, *layer, rows, heads.dim**-0.5, *more, prefills=False)
+                out = attend(query, *layer, rows, heads.dim**-0.5, prefills=False, **more)
         return out
 
     with torch.no_grad():

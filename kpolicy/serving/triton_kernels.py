@@ -18,6 +18,7 @@ from kpolicy.serving.paged_flash import Kind, attend_pages, kind_of, refusal
 from kpolicy.serving.rows import RowTensors
 
 if TYPE_CHECKING:
+    from kpolicy.serving.gpu.splits import Shares
     from kpolicy.serving.kv_cache import LayerSpec
 
 __all__ = ["Prompts", "TritonKernels"]
@@ -98,7 +99,7 @@ class TritonKernels:
                 return self._mixed(step, spec, query, rows, *caches)
             options |= {"decodes": decodes, "prefills": prompts}
         return self._paged.paged_attention(
-            query, caches[0], caches[1], rows, spec.scale, self._arrivals(step), **options
+            query, caches[0], caches[1], rows, spec.scale, self._shares(step), **options
         )  # fmt: skip
 
     def _takes_prompts(self, query: torch.Tensor, spec: LayerSpec) -> bool:
@@ -140,7 +141,7 @@ class TritonKernels:
                 rows.block_table[:decodes], rows.kv_lens[:decodes], rows.query_starts[: decodes + 1], rows.block_size
             )
             out[:decodes] = self._paged.paged_attention(
-                query[:decodes], caches[0], caches[1], front, spec.scale, self._arrivals(step), window=spec.window,
+                query[:decodes], caches[0], caches[1], front, spec.scale, self._shares(step), window=spec.window,
                 softcap=spec.softcap, prefills=False,
             )  # fmt: skip
         out[decodes:end] = self._prompt_rows(step, spec, query[decodes:end], rows, at, *caches)
@@ -157,7 +158,7 @@ class TritonKernels:
     ) -> torch.Tensor:  # fmt: skip
         up = kv_b.view(spec.num_heads, -1, kv_b.shape[1])
         if step.uniform_query_len:
-            return self._absorbed(query, up, rows, cache, spec, step.uniform_query_len)
+            return self._absorbed(query, up, rows, cache, spec, step.uniform_query_len, self._shares(step))
         if step.layout is None:
             # Nothing says how much KV there is: the plain kernels ask the device.
             return attention.mla_attention(query, cache, kv_b, rows, spec.scale, 1)
@@ -168,11 +169,13 @@ class TritonKernels:
             front = RowTensors(
                 rows.block_table[:decodes], rows.kv_lens[:decodes], rows.query_starts[: decodes + 1], rows.block_size
             )
-            out[:decodes] = self._absorbed(query[:decodes], up, front, cache, spec, 1)
+            out[:decodes] = self._absorbed(query[:decodes], up, front, cache, spec, 1, self._shares(step))
         if end > decodes:
             crossover = self.crossover
             if crossover is not None and all(crossover.absorbs(*lengths) for lengths in at.lengths):
-                out[decodes:end] = self._absorbed_chunks(query[decodes:end], up, rows, cache, at, spec)
+                out[decodes:end] = self._absorbed_chunks(
+                    query[decodes:end], up, rows, cache, at, spec, self._shares(step)
+                )
             else:
                 out[decodes:end] = self._expanded_rows(query[decodes:end], up, cache, at, spec)
         return out
@@ -200,7 +203,9 @@ class TritonKernels:
 
         def absorbed(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
             query, rows, at = one_row(query_len, kv_len)
-            return lambda: self._absorbed_chunks(query, up, rows, cache, at, spec)
+            # As a step's layers but the first find it.
+            shares = self._splits.Shares()
+            return lambda: self._absorbed_chunks(query, up, rows, cache, at, spec, shares)
 
         def expanded(query_len: int, kv_len: int) -> Callable[[], torch.Tensor]:
             query, _, at = one_row(query_len, kv_len)
@@ -208,16 +213,16 @@ class TritonKernels:
 
         self.crossover = measured(absorbed, expanded, self.device, most_kv)
 
-    def _arrivals(self, step: StepContext) -> torch.Tensor:
-        """The step's own counters: steps run beside each other, its layers don't. A captured step clears them anew."""
-        found: torch.Tensor | None = step.memo.get("arrivals")
+    def _shares(self, step: StepContext) -> Shares:
+        """The step's own: steps run beside each other, its layers don't. A captured step shares out anew."""
+        found: Shares | None = step.memo.get("shares")
         if found is None:
-            found = step.memo["arrivals"] = self._splits.new_arrivals(self.device)
+            found = step.memo["shares"] = self._splits.Shares()
         return found
 
     def _absorbed_chunks(
         self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, at: Prompts,
-        spec: LayerSpec,
+        spec: LayerSpec, shares: Shares,
     ) -> torch.Tensor:  # fmt: skip
         """[num_tokens, num_heads, value_dim] of prompt rows of at most `ABSORBED_LENS` tokens each."""
         first, count = at.num_decodes, len(at.lengths)
@@ -227,7 +232,7 @@ class TritonKernels:
         )  # fmt: skip
         longest = max(query_len for query_len, _ in at.lengths)
         decode_len = next(length for length in ABSORBED_LENS if length >= longest)
-        return self._absorbed(query, up, back, cache, spec, decode_len)
+        return self._absorbed(query, up, back, cache, spec, decode_len, shares)
 
     def _expanded_rows(
         self, query: torch.Tensor, up: torch.Tensor, cache: torch.Tensor, at: Prompts, spec: LayerSpec
@@ -242,11 +247,11 @@ class TritonKernels:
 
     def _absorbed(
         self, query: torch.Tensor, up: torch.Tensor, rows: RowTensors, cache: torch.Tensor, spec: LayerSpec,
-        decode_len: int,
+        decode_len: int, shares: Shares,
     ) -> torch.Tensor:  # fmt: skip
         """[num_tokens, num_heads, value_dim] of rows of at most `decode_len` tokens."""
         latent_query, rope_query = absorbed(query, up, spec.value_dim)
-        mixed = self._latent.latent_attention(latent_query, rope_query, cache, rows, spec.scale, decode_len)
+        mixed = self._latent.latent_attention(latent_query, rope_query, cache, rows, spec.scale, decode_len, shares)
         return unabsorbed(mixed, up, spec.value_dim)
 
 

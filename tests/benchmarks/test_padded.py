@@ -111,20 +111,24 @@ from kpolicy.serving import attention
 from kpolicy.serving.gpu.launch import NAME
 from kpolicy.serving.gpu.splits import FACTOR
 
-def paged_attention(query, key, value, rows, scale, {arrivals}prefills):
+def paged_attention(query, key, value, rows, scale, {step}prefills):
     assert {own}
     return attention.paged_attention(query, key, value, rows, scale, 0, 0.0) * FACTOR
 """
 
 
-def kernels_in(folder: Path, factor: float, *, arrivals: bool) -> Path:
+STEPS = {"": "FACTOR", "arrivals, ": "arrivals == [FACTOR]", "shares, ": "shares.factor == FACTOR"}
+"""What a step has once for all layers, in versions older and newer, and that it is the version's own"""
+
+
+def kernels_in(folder: Path, factor: float, step: str = "shares, ") -> Path:
     """A version's modules, which import each other and give so many times the result."""
     inside = folder / "kpolicy" / "serving" / "gpu"
     inside.mkdir(parents=True)
-    given, own = ("arrivals, ", "arrivals == [FACTOR]") if arrivals else ("", "FACTOR")
     (inside / "launch.py").write_text(f"NAME = {folder.name!r}\n")
-    (inside / "splits.py").write_text(f"FACTOR = {factor}\ndef new_arrivals(device):\n    return [FACTOR]\n")
-    (inside / "paged.py").write_text(KERNELS.format(arrivals=given, own=own))
+    has = "def new_arrivals(device):\n    return [FACTOR]\nclass Shares:\n    factor = FACTOR\n"
+    (inside / "splits.py").write_text(f"FACTOR = {factor}\n{has}")
+    (inside / "paged.py").write_text(KERNELS.format(step=step, own=STEPS[step]))
     (inside / "latent.py").write_text("from kpolicy.serving.gpu.paged import FACTOR, NAME\n")
     return folder
 
@@ -132,7 +136,7 @@ def kernels_in(folder: Path, factor: float, *, arrivals: bool) -> Path:
 @pytest.fixture
 def today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """Today's modules, none of which needs a GPU here."""
-    inside = kernels_in(tmp_path / "today", 1.0, arrivals=True) / "kpolicy" / "serving" / "gpu"
+    inside = kernels_in(tmp_path / "today", 1.0) / "kpolicy" / "serving" / "gpu"
     made = {}
     for name in ("launch", "splits", "paged", "latent"):
         spec = importlib.util.spec_from_file_location(f"{PACKAGE}.{name}", inside / f"{name}.py")
@@ -146,7 +150,7 @@ def today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleTy
 
 def test_an_earlier_version_s_kernels_are_its_own(tmp_path: Path, today: dict[str, ModuleType]) -> None:
     """With the modules that they import, each folder's; today's stay what they were."""
-    folders = [kernels_in(tmp_path / name, factor, arrivals=False) for name, factor in (("old", 2.0), ("older", 3.0))]
+    folders = [kernels_in(tmp_path / name, factor, "") for name, factor in (("old", 2.0), ("older", 3.0))]
     found = [padded.kernels_of(each) for each in (None, *folders)]
     told = [[(each[name].NAME, each[name].FACTOR) for name in ("paged", "latent")] for each in found]
     assert told == [[("today", 1.0)] * 2, [("old", 2.0)] * 2, [("older", 3.0)] * 2]
@@ -179,8 +183,8 @@ def test_an_earlier_version_is_timed_and_compared(
 
     monkeypatch.setattr(padded, "calls_of", calls_of)
     monkeypatch.setattr(padded, "Graph", Timed)
-    for name, factor, status in (("old", 1.01, 0), ("bad", 1.5, 1)):
-        folder, out = kernels_in(tmp_path / name, factor, arrivals=name == "bad"), tmp_path / f"{name}.json"
+    for name, factor, step, status in (("old", 1.01, "", 0), ("bad", 1.5, "arrivals, ", 1)):
+        folder, out = kernels_in(tmp_path / name, factor, step), tmp_path / f"{name}.json"
         given = ["--device", "cpu", "--models", "toy", "--rounds", "2", "--before", str(folder), "--out", str(out)]
         assert padded.main(given) == status
         for found, sizes in zip(json.loads(out.read_text())["cells"].values(), ("24", "34"), strict=True):

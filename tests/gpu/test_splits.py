@@ -105,11 +105,12 @@ def test_padding_changes_no_bit(name: Any, count: int, query_len: int) -> None:
 def latents_alone(rows: RowTensors, query: torch.Tensor, query_len: int, kv_tokens: int) -> torch.Tensor:
     """[num_tokens, num_heads, rank] of absorbed queries."""
     from kpolicy.serving.gpu import latent as kernel
+    from kpolicy.serving.gpu import splits
 
     generator = torch.Generator("cuda").manual_seed(0)
     cache = torch.randn(kv_tokens + 1, RANK + ROPE, generator=generator, device="cuda", dtype=torch.bfloat16)
     wide = query.repeat(1, 1, 3)[..., :RANK].contiguous()
-    return kernel.latent_attention(wide, query[..., :ROPE], cache, rows, 0.05, query_len)
+    return kernel.latent_attention(wide, query[..., :ROPE], cache, rows, 0.05, query_len, splits.Shares())
 
 
 @pytest.mark.parametrize("name", [*HEADS, "latent"], ids=str)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -87,7 +88,6 @@ def test_a_row_is_computed_alike_whatever_it_is_padded_to(
     from kpolicy.serving.gpu import paged, splits
 
     uniform, outs = BATCHES[name][2], []
-    arrivals = splits.new_arrivals(torch.device("cpu"))
     for padded in (len(BATCHES[name][0]), 8, 30):
         rows, slots, real, num_tokens = _rows(name, padded)
         generator = torch.Generator().manual_seed(0)
@@ -98,8 +98,16 @@ def test_a_row_is_computed_alike_whatever_it_is_padded_to(
         options: dict[str, Any] = {"window": window, "softcap": softcap}
         if uniform:
             options |= {"decode_len": uniform, "prefills": False}
-        outs.append(paged.paged_attention(query, k, v, rows, 0.2, arrivals, **options))
-        assert not arrivals.any()
+        shares = splits.Shares()
+        outs.append(paged.paged_attention(query, k, v, rows, 0.2, shares, **options))
+        assert torch.equal(paged.paged_attention(query, k, v, rows, 0.2, shares, **options), outs[-1]), (
+            "a further layer"
+        )
+        [(shared, _)] = shares._made.values()
+        plan, *_ = paged._decode_plan(paged._Heads(
+            heads, kv_heads, 32, value_dim, PAGE, window, softcap > 0, query.dtype, query.device
+        ), padded, uniform or 1, WIDTH)  # fmt: skip
+        assert not shared.arrivals[: plan.places // 2 * kv_heads].any()
     right = attention.paged_attention(query[:real].contiguous(), k, v, _rows(name, padded)[0], 0.2, window, softcap)
     _held(outs, right, real)
 
@@ -111,7 +119,7 @@ def test_one_buffer_and_two_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     from kpolicy.serving.gpu import paged, splits
 
     outs, stages = [], []
-    launch, arrivals = paged.launch, splits.new_arrivals(torch.device("cpu"))
+    launch = paged.launch
 
     def watched(*given: Any, **options: Any) -> None:
         stages.append(options["num_stages"])
@@ -123,7 +131,7 @@ def test_one_buffer_and_two_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
     for most_bytes in (0, paged.TWICE_BYTES):
         monkeypatch.setattr(paged, "TWICE_BYTES", most_bytes)
         paged._decode_plan.cache_clear()
-        outs.append(paged.paged_attention(query, k, v, rows, 0.2, arrivals, prefills=False))
+        outs.append(paged.paged_attention(query, k, v, rows, 0.2, splits.Shares(), prefills=False))
     paged._decode_plan.cache_clear()
     assert stages == [2, 3]
     _held(outs, attention.paged_attention(query[:real].contiguous(), k, v, rows, 0.2, 0, 0.0), real)
@@ -135,7 +143,7 @@ def test_one_buffer_and_two_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("heads", [2, 8])
 def test_latents_likewise(name: str, heads: int) -> None:
     """MLA, in one tile and in several."""
-    from kpolicy.serving.gpu import latent
+    from kpolicy.serving.gpu import latent, splits
 
     uniform, outs, rank, rope = BATCHES[name][2] or 1, [], 24, 8
     for padded in (len(BATCHES[name][0]), 8, 30):
@@ -145,7 +153,8 @@ def test_latents_likewise(name: str, heads: int) -> None:
         cache[-1] = math.nan
         query = torch.full((num_tokens, heads, rank + rope), math.nan)
         query[:real] = torch.randn(real, heads, rank + rope, generator=generator)
-        outs.append(latent.latent_attention(query[..., :rank], query[..., rank:], cache, rows, 0.2, uniform))
+        shares = splits.Shares()
+        outs.append(latent.latent_attention(query[..., :rank], query[..., rank:], cache, rows, 0.2, uniform, shares))
     keys = cache[:, None]
     right = attention.paged_attention(query[:real].contiguous(), keys, keys[..., :rank].contiguous(), rows, 0.2, 0, 0.0)
     _held(outs, right, real)
@@ -153,51 +162,221 @@ def test_latents_likewise(name: str, heads: int) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("processors")
-def test_rows_are_shared_out_by_how_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer rows leave more partial results a row, in the same padded size; as many as fill the device leave none."""
+def test_a_row_that_is_longer_has_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One alone has as many as it may, a long one among short ones more than they, and of many equal ones each one."""
     from kpolicy.serving.gpu import paged, splits
 
     scratch: list[Any] = []
-    launch, empty = paged.launch, torch.empty
+    launch = paged.launch
 
     def watched(kernel: Any, grid: Any, args: tuple[Any, ...], *more: Any, **options: int) -> None:
+        args[3].fill_(math.nan)
         launch(kernel, grid, args, *more, **options)
         scratch.append(args[3])
 
     monkeypatch.setattr(paged, "launch", watched)
-    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(math.nan))
-    arrivals, cache = splits.new_arrivals(torch.device("cpu")), torch.randn(PAGE * WIDTH, 1, 16)
-    for count in (1, 5, 40):
+    cache = torch.randn(PAGE * WIDTH, 1, 16)
+    for lens in ([333], [333] * 5, [40] * 23 + [333], [333] * 40):
         rows, *_ = _rows("one", 40)
-        rows.kv_lens[:count] = 333
-        paged.paged_attention(torch.randn(40, 1, 16), cache, cache, rows, 0.2, arrivals, prefills=False)
+        rows.kv_lens[: len(lens)] = torch.tensor(lens).int()
+        paged.paged_attention(torch.randn(40, 1, 16), cache, cache, rows, 0.2, splits.Shares(), prefills=False)
     # A row may have four programs, and 24 are two on each of 12 processors.
-    assert [int((~sums.isnan()).sum()) for sums in scratch] == [4, 20, 0]
+    assert [int((~sums.isnan()).sum()) for sums in scratch] == [4, 20, 4, 0]
+
+
+def _shared_by_hand(blocks: list[int], programs: int, most: int) -> list[tuple[int, int, int]]:
+    """Of each row (how many programs, blocks of each, class): the least share with room for all, tried from 1 up."""
+    room = min(len(blocks) * most, max(programs, len(blocks) + programs // 2))
+    share = next(
+        each
+        for each in itertools.count(1)
+        if sum(-(-row // each) for row in blocks) <= room and -(-max(blocks) // each) <= most
+    )
+    own = [-(-row // -(-row // share)) for row in blocks]
+    return [(-(-row // each), each, min(3, 4 * each // (share + 1))) for row, each in zip(blocks, own, strict=True)]
+
+
+def _lengths(random: Random) -> tuple[list[int], list[int], int]:
+    """KV and query tokens of random rows, prompts and rows without KV among them, and the most KV of one."""
+    count, most_kv = random.choice([1, 3, 17, 40, 90]), random.choice([100, 4096])
+    spread = random.choice([0.05, 1.2])
+    lens = [min(most_kv, round(random.lognormvariate(6, spread))) + 1 for _ in range(count)]
+    query_lens = [1] * count
+    for row in random.sample(range(count), count // 3):
+        if random.random() < 0.5:
+            query_lens[row] = random.randint(2, 50)
+        else:
+            lens[row] = 0
+    lens[-1], query_lens[-1] = max(lens[-1], 1), 1
+    return lens, query_lens, most_kv
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(24))
+def test_programs_have_the_least_share_that_there_is_room_for(seed: int) -> None:
+    """By hand, of random rows with prompts among and behind them: each has its blocks once, in their order."""
+    from kpolicy.serving.gpu import splits
+
+    random = Random(seed)  # noqa: S311
+    lens, query_lens, most_kv = _lengths(random)
+    count, padding, block_n = len(lens), random.choice([0, 9]), 64
+    window, groups = random.choice([0, 0, 500]), random.choice([1, 2, 8])
+    starts = torch.tensor([0, *itertools.accumulate(query_lens), *[sum(query_lens)] * padding]).int()
+    kv_lens = torch.tensor([*lens, *[0] * padding]).int()
+    rows = RowTensors(torch.zeros(count + padding, 1).int(), kv_lens, starts, PAGE)
+    splits.plan_splits.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(splits, "processors", lambda _device: random.choice([2, 12, 40]))
+        plan = splits.plan_splits(count + padding, groups, most_kv, torch.device("cpu"), 2)
+    splits.plan_splits.cache_clear()
+    shared = splits.Shares().of(rows, plan, groups, block_n, 1, window)
+    own = [row for row in range(count) if query_lens[row] == 1]
+    low = [max(0, lens[row] - window) // block_n * block_n if window else 0 for row in own]
+    blocks = [max(1, -(-(lens[row] - begin) // block_n)) for row, begin in zip(own, low, strict=True)]
+    by_hand = _shared_by_hand(blocks, plan.programs, plan.most)
+    places = list(itertools.accumulate((0, *(parts if parts > 1 else 0 for parts, *_ in by_hand))))
+    order = sorted(range(len(own)), key=lambda i: -by_hand[i][2])
+    expected = [
+        [own[i], by_hand[i][0] * splits.PARTS.value + part, by_hand[i][1], places[i]]
+        for i in order
+        for part in range(by_hand[i][0])
+    ]
+    fields = splits.FIELDS.value
+    table = shared.plan[: plan.grid * fields].view(-1, fields).tolist()
+    assert table[: len(expected)] == expected
+    assert {each[0] for each in table[len(expected) :]} <= {-1}
+    # No part is empty, and all of a row's together are its blocks.
+    assert all((parts - 1) * size < row <= parts * size for row, (parts, size, _) in zip(blocks, by_hand, strict=True))
+    first = {row: program for program, (row, *_) in reversed([*enumerate(expected)])}
+    heads = [first[row] for row, (parts, *_) in zip(own, by_hand, strict=True) if parts > 1]
+    assert shared.heads[: plan.shared].tolist() == heads + [-1] * (plan.shared - len(heads))
+    assert int(shared.plan[plan.grid * fields]) == count
+    assert places[-1] <= plan.places
+    counters = plan.places // 2 * groups
+    assert not shared.arrivals[:counters].any()
+    assert places[-1] // 2 * groups <= counters <= len(shared.arrivals)
+
+
+@interpreted
+def test_what_a_kernel_is_given_begins_where_pointers_divide_by_16() -> None:
+    """Whatever the rows: what is compiled depends on it, and a further form is compiled while a server waits."""
+    from kpolicy.serving.gpu import splits
+
+    for count in (1, 2, 3, 4, 7, 30):
+        rows, *_ = _rows("one", count)
+        plan = splits.plan_splits(count, 2, 384, torch.device("cpu"), 2)
+        for counted in (True, False):
+            made = splits.Shares().of(rows, plan, 2, 64, 1, counted=counted)
+            assert [each.storage_offset() % 4 for each in made] == [0, 0, 0]
+            assert bool(len(made.arrivals)) is (counted and plan.places > 1)
+
+
+@interpreted
+@pytest.mark.usefixtures("processors")
+def test_a_step_is_shared_out_once_for_each_kind_of_layers() -> None:
+    """Layers of other windows, blocks or rows have a plan of their own; further ones of a kind find it."""
+    from kpolicy.serving.gpu import splits
+
+    rows, *_ = _rows("decodes", 8)
+    front = RowTensors(rows.block_table[:3], rows.kv_lens[:3], rows.query_starts[:4], PAGE)
+    plan, few = (splits.plan_splits(count, 2, 384, torch.device("cpu"), 2) for count in (8, 3))
+    shares = splits.Shares()
+    first = shares.of(rows, plan, 2, 64, 1)
+    assert shares.of(rows, plan, 2, 64, 1) is first
+    others = [
+        shares.of(rows, plan, 2, 64, 1, 100), shares.of(rows, plan, 2, 32, 1), shares.of(front, few, 2, 64, 1),
+        shares.of(rows, plan, 4, 64, 1), shares.of(rows, plan, 2, 64, 3),
+        shares.of(rows, plan, 2, 64, 1, counted=False),
+    ]  # fmt: skip
+    assert len({id(each) for each in (first, *others)}) == 7
+    assert splits.Shares().of(rows, plan, 2, 64, 1) is not first
+
+
+@interpreted
+@pytest.mark.usefixtures("processors")
+@pytest.mark.parametrize("name", ["keys and values", "latents"])
+def test_a_further_step_shares_out_anew(name: str) -> None:
+    """Its rows are in the same tensors, as where a graph's are staged, and have other lengths."""
+    from kpolicy.serving.triton_kernels import TritonKernels
+
+    kernels = TritonKernels(torch.device("cpu"))
+    rows, slots, real, _ = _rows("decodes", 8)
+    latents = name == "latents"
+    spec = LayerSpec(4, 4, 32, 16, 0.2) if latents else LayerSpec(4, 2, 32, 32, 0.2)
+    caches = [torch.randn(slots + 1, 24 + 8)] if latents else [torch.randn(slots + 1, 2, 32) for _ in "kv"]
+    kv_b, query = torch.randn(4 * (24 + 16), 24), torch.randn(8, 4, 32)
+
+    def attend(rows: RowTensors) -> Any:
+        none: Any = None
+        step = StepContext(StepTensors(none, none, none, *rows[:3]), None, 1)
+        if latents:
+            return kernels.attend_latents(step, spec, query, rows, *caches, kv_b)[:real]
+        return kernels.attend(step, spec, query, rows, *caches)[:real]
+
+    attend(rows)
+    rows.kv_lens[:real] = torch.tensor([300, 2, 290, 40, 17]).int()
+    rows.block_table.copy_(rows.block_table.flip(0)[[5, 6, 7, 3, 4, 0, 1, 2]])
+    afresh = RowTensors(rows.block_table.clone(), rows.kv_lens.clone(), rows.query_starts.clone(), PAGE)
+    assert torch.equal(attend(rows), attend(afresh))
+
+
+@interpreted
+@pytest.mark.usefixtures("processors")
+@pytest.mark.parametrize("lens", [[0] * 5, [0, 300, 0, 5, 0], [7] * 300], ids=["none", "holes", "many"])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_rows_without_kv_are_zero_wherever_they_are(lens: list[int], query_len: int) -> None:
+    """Alone, between others, and rows beyond those that one warp shares out."""
+    from kpolicy.serving.gpu import paged, splits
+
+    count = len(lens)
+    needed = [-(-length // PAGE) for length in lens]
+    pages = iter(range(sum(needed)))
+    table = torch.zeros(2 * count, WIDTH, dtype=torch.int32)
+    for row, many in enumerate(needed):
+        table[row, :many] = torch.tensor([next(pages) for _ in range(many)])
+    starts = torch.arange(0, (2 * count + 1) * query_len, query_len).int()
+    rows = RowTensors(table, torch.tensor([*lens, *[0] * count]).int(), starts, PAGE)
+    k, v = (torch.randn(max(1, sum(needed)) * PAGE + 1, 2, 16) for _ in "kv")
+    query = torch.randn(2 * count * query_len, 4, 16)
+    out = paged.paged_attention(query, k, v, rows, 0.2, splits.Shares(), decode_len=query_len, prefills=False)
+    right = attention.paged_attention(query, k, v, rows, 0.2, 0, 0.0)
+    with_kv = torch.tensor([length >= query_len for length in [*lens, *[0] * count]]).repeat_interleave(query_len)
+    torch.testing.assert_close(out[with_kv], right[with_kv], atol=1e-5, rtol=1e-5)
+    empty = torch.tensor([not length for length in [*lens, *[0] * count]]).repeat_interleave(query_len)
+    assert not out[empty].any()
 
 
 @pytest.mark.parametrize("count", [1, 20, 132])
 @pytest.mark.parametrize("groups", [1, 2, 8, 40])
 @pytest.mark.parametrize("most_kv", [64, 700, 1 << 17])
-def test_a_launch_has_room_for_any_number_of_its_rows(
+def test_a_launch_has_room_for_any_of_its_rows(
     count: int, groups: int, most_kv: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its programs, partial results and counters are enough for each number of rows, and no more than for the most."""
+    """By hand, of random lengths: programs, rows that have several, and their places; no room that nothing needs."""
     from kpolicy.serving.gpu import splits
 
     monkeypatch.setattr(splits, "processors", lambda _device: count)
     splits.plan_splits.cache_clear()
-    device = torch.device("cpu")
-    counters = len(splits.new_arrivals(device))
-    for num_reqs, each in itertools.product((1, 7, 80, 512), (2, splits.MOST_EACH)):
-        plan = splits.plan_splits(num_reqs, groups, most_kv, device, each)
-        needed = []
-        for rows in range(1, num_reqs + 1):
-            shared = splits.split_count.fn(rows, groups, plan.programs, plan.most)
-            needed.append(rows * shared)
-            assert shared == 1 or rows * shared * groups <= plan.programs == count * each
-            assert shared == 1 or (rows <= plan.shared and rows * shared <= plan.partial and rows * groups <= counters)
-        assert plan.grid == max(needed)
-        assert plan.shared == sum(count > rows for rows, count in enumerate(needed, 1))
+    random = Random(count * groups + most_kv)  # noqa: S311
+    for num_reqs, each in itertools.product((1, 7, 80), (2, 4)):
+        plan = splits.plan_splits(num_reqs, groups, most_kv, torch.device("cpu"), each)
+        most = [0, 0, 0]
+        for _ in range(60):
+            rows = random.choice([num_reqs, random.randint(1, num_reqs), min(num_reqs, max(1, plan.programs // 2))])
+            longest = max(1, most_kv // 64)
+            blocks = [random.randint(1, random.choice([1, longest, longest])) for _ in range(rows)]
+            parts = [of for of, *_ in _shared_by_hand(blocks, plan.programs, plan.most)]
+            several = [of for of in parts if of > 1]
+            assert max(parts) <= plan.most < splits.PARTS.value
+            most = [max(pair) for pair in zip(most, (sum(parts), len(several), sum(several)), strict=True)]
+        assert most[0] <= plan.grid
+        assert most[1] <= plan.shared
+        assert most[2] <= plan.places
+        if plan.programs <= 1 or plan.most == 1:
+            assert plan.shared == plan.places == 0
+        # Where rows fill the device twice over and more, half as many programs as fit it are beyond one each.
+        assert plan.shared <= plan.programs // 2
+        assert plan.places <= plan.programs
     splits.plan_splits.cache_clear()
 
 

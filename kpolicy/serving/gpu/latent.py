@@ -13,14 +13,14 @@ import triton.language as tl
 from kpolicy.serving.gpu.launch import launch
 from kpolicy.serving.gpu.paged import LOG2_E
 from kpolicy.serving.gpu.splits import (
+    FIELDS,
     Scratch,
+    Shares,
     at_once,
     clear_padding,
-    kept_rows,
     leave,
+    part_of,
     plan_splits,
-    share_of,
-    split_count,
     store,
     tile_of,
     together,
@@ -66,30 +66,25 @@ def write_latents(slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs", "cleared"])
-def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, latent_q_ptr, rope_q_ptr, cache_ptr, table_ptr, lens_ptr, starts_ptr,
-            scale, latent_q_stride_t, latent_q_stride_h, rope_q_stride_t, rope_q_stride_h, cache_stride, table_stride,
-            num_reqs, cleared,
+@triton.jit(do_not_specialize=["grid", "cleared"])
+def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, plan_ptr, latent_q_ptr, rope_q_ptr, cache_ptr, table_ptr, lens_ptr,
+            starts_ptr, scale, latent_q_stride_t, latent_q_stride_h, rope_q_stride_t, rope_q_stride_h, cache_stride,
+            table_stride, grid, cleared,
             NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
             RANK_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr,
-            PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     program = tl.program_id(1)
-    num_rows = kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN)
-    splits = split_count(num_rows, tl.num_programs(0), PROGRAMS, MOST)
+    num_rows = tl.load(plan_ptr + grid * FIELDS)
     clear_padding(out_ptr, starts_ptr, num_rows, cleared, QUERY_LEN, NUM_HEADS, TILES, RANK, RANK_PAD, BLOCK_M)
-    row = (program // splits).to(tl.int64)
-    split = program % splits
-    if row >= num_rows:
+    if program >= grid:
         return
+    row, split, parts, share, place = part_of(plan_ptr, program)
+    if row < 0:
+        return
+    row = row.to(tl.int64)
     start = tl.load(starts_ptr + row)
     query_len = tl.load(starts_ptr + row + 1) - start
-    if (query_len == 0) | (query_len > QUERY_LEN):
-        return
     kv_len = tl.load(lens_ptr + row)
-    share, parts = share_of(kv_len, splits, BLOCK_N)
-    if split >= tl.maximum(parts, 1):
-        return
     t, head = tile_of(NUM_HEADS, TILES, BLOCK_M, BLOCK_M)
     m_ok = t < query_len
     token = (start + t).to(tl.int64)
@@ -104,8 +99,8 @@ def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, latent_q_ptr, rope_q_ptr, cache_
         mask=m_ok[:, None] & p_ok[None, :], other=0.0,
     )  # fmt: skip
     at = kv_len - query_len + t
-    begin = split * share
-    end = tl.minimum(begin + share, kv_len)
+    begin = split * share * BLOCK_N
+    end = tl.minimum(begin + share * BLOCK_N, kv_len)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, RANK_PAD], tl.float32)
@@ -132,39 +127,34 @@ def _attend(out_ptr, mid_ptr, max_ptr, sum_ptr, latent_q_ptr, rope_q_ptr, cache_
         acc = acc * kept[:, None] + tl.dot(weights.to(latent.dtype), latent, input_precision=PRECISION)
         best = higher
     leave(
-        out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, row, split, splits, parts, start, query_len, NUM_HEADS,
-        TILES, RANK, RANK_PAD, BLOCK_M, BLOCK_M,
+        out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, place + split, parts, start, query_len, NUM_HEADS, TILES,
+        RANK, RANK_PAD, BLOCK_M, BLOCK_M,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
-def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, lens_ptr, starts_ptr, num_reqs,
-             NUM_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-             TILES: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
-             BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
+@triton.jit
+def _combine(out_ptr, mid_ptr, max_ptr, sum_ptr, plan_ptr, heads_ptr, starts_ptr,
+             NUM_HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, TILES: tl.constexpr,
+             BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     """Bring a row's parts together: a program a row, tile and `CHUNK` of the values, since a tile has 32 KiB a part."""
     # Rows' own programs are next to each other, so that they begin on processors of their own.
-    row = tl.program_id(2).to(tl.int64)
-    num_rows = kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN)
-    splits = split_count(num_rows, tl.num_programs(0), PROGRAMS, MOST)
-    if (splits == 1) | (row >= num_rows):
+    program = tl.load(heads_ptr + tl.program_id(2))
+    if program < 0:
         return
+    row, _, parts, _, place = part_of(plan_ptr, program)
     start = tl.load(starts_ptr + row)
     query_len = tl.load(starts_ptr + row + 1) - start
-    _, parts = share_of(tl.load(lens_ptr + row), splits, BLOCK_N)
-    if (query_len == 0) | (query_len > QUERY_LEN) | (parts <= 1):
-        return
     t, head = tile_of(NUM_HEADS, TILES, BLOCK_M, BLOCK_M)
     width = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     acc, total = together(
-        mid_ptr, max_ptr, sum_ptr, row, splits, parts, t < query_len, width, BLOCK_M, CHUNK, RANK_PAD, AT_ONCE
+        mid_ptr, max_ptr, sum_ptr, place, parts, t < query_len, width, BLOCK_M, CHUNK, RANK_PAD, AT_ONCE
     )  # fmt: skip
     store(out_ptr, start + t, head, t < query_len, acc, total, width, NUM_HEADS, TILES, RANK)
 
 
 def latent_attention(
     latent_query: torch.Tensor, rope_query: torch.Tensor, cache: torch.Tensor, rows: RowTensors, scale: float,
-    decode_len: int,
+    decode_len: int, shares: Shares,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of decode rows over latents, as one KV head that all query heads share.
 
@@ -175,6 +165,7 @@ def latent_attention(
         rows: rows of at most `decode_len` query tokens; longer ones are left out.
         scale: multiplies scores.
         decode_len: query tokens of a row, at most.
+        shares: the step's; launches that may run beside each other have each their own.
 
     Returns:
         [num_tokens, num_heads, rank]; zeros for rows without KV and for what is behind the last row that has some,
@@ -189,22 +180,23 @@ def latent_attention(
     # A matrix product takes at least 16.
     rank_pad, rope_pad = (max(16, triton.next_power_of_2(each)) for each in (rank, rope_dim))
     precision = "ieee" if latent_query.dtype == torch.float32 else "tf32"
+    shared = shares.of(rows, splits, tiles, BLOCK_N, decode_len, counted=False)
     scratch = Scratch.of(splits, tiles, BLOCK_M, rank_pad, out.device)
     launch(
         _attend, (tiles, max(splits.grid, triton.cdiv(num_tokens, decode_len)), 1),
-        (out, *scratch, latent_query, rope_query, cache, table, rows.kv_lens, rows.query_starts, scale * LOG2_E,
-         latent_query.stride(0), latent_query.stride(1), rope_query.stride(0), rope_query.stride(1), cache.stride(0),
-         table.stride(0)),
-        (num_heads, decode_len, rank, rope_dim, rank_pad, rope_pad, rows.block_size, tiles, splits.programs,
-         splits.most, BLOCK_M, BLOCK_N, precision),
-        (num_reqs, num_tokens), num_warps=4, num_stages=2 if out.dtype == torch.float32 else 3,
+        (out, *scratch, shared.plan, latent_query, rope_query, cache, table, rows.kv_lens, rows.query_starts,
+         scale * LOG2_E, latent_query.stride(0), latent_query.stride(1), rope_query.stride(0), rope_query.stride(1),
+         cache.stride(0), table.stride(0)),
+        (num_heads, decode_len, rank, rope_dim, rank_pad, rope_pad, rows.block_size, tiles, BLOCK_M,
+         BLOCK_N, precision),
+        (splits.grid, num_tokens), num_warps=4, num_stages=2 if out.dtype == torch.float32 else 3,
     )  # fmt: skip
     if splits.shared:
         chunk = min(rank_pad, CHUNK)
         launch(
-            _combine, (tiles, rank_pad // chunk, splits.shared), (out, *scratch, rows.kv_lens, rows.query_starts),
-            (num_heads, decode_len, rank, rank_pad, tiles, splits.programs, splits.most, BLOCK_M, BLOCK_N, chunk,
-             at_once(READ_TOGETHER, splits.most, BLOCK_M * chunk)),
-            (num_reqs,), num_warps=4,
+            _combine, (tiles, rank_pad // chunk, splits.shared),
+            (out, *scratch, shared.plan, shared.heads, rows.query_starts),
+            (num_heads, rank, rank_pad, tiles, BLOCK_M, chunk, at_once(READ_TOGETHER, splits.most, BLOCK_M * chunk)),
+            num_warps=4,
         )  # fmt: skip
     return out

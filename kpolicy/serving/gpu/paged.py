@@ -18,16 +18,16 @@ import triton.language as tl
 
 from kpolicy.serving.gpu.launch import launch
 from kpolicy.serving.gpu.splits import (
+    FIELDS,
     Scratch,
+    Shares,
     Splits,
     at_once,
     clear_padding,
-    kept_rows,
     leave,
+    part_of,
     plan_splits,
     processors,
-    share_of,
-    split_count,
     store,
     tile_of,
     together,
@@ -100,35 +100,31 @@ def _softcapped(scores, softcap):
     return softcap * (1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
 
 
-@triton.jit(do_not_specialize=["num_reqs", "cleared"])
-def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr,
-            scale, softcap, q_stride_t, q_stride_h, k_stride, v_stride, table_stride, num_reqs, cleared,
+@triton.jit(do_not_specialize=["grid", "cleared"])
+def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, plan_ptr, arrivals_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr,
+            starts_ptr, scale, softcap, q_stride_t, q_stride_h, k_stride, v_stride, table_stride, grid, cleared,
             SHARE: tl.constexpr, QUERY_LEN: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
             D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-            SOFTCAP: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
+            SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr,
             COUNT: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr, TWICE: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     # Rows' own programs begin before those that end at once.
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
-    num_rows = kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN)
-    splits = split_count(num_rows, tl.num_programs(0), PROGRAMS, MOST)
+    num_rows = tl.load(plan_ptr + grid * FIELDS)
     clear_padding(out_ptr, starts_ptr, num_rows, cleared, QUERY_LEN, SHARE, 1, VALUE_DIM, DV_PAD, BLOCK_M)
-    row = (program // splits).to(tl.int64)
-    split = program % splits
-    if row >= num_rows:
+    if program >= grid:
         return
+    row, split, parts, share, place = part_of(plan_ptr, program)
+    if row < 0:
+        return
+    row = row.to(tl.int64)
     start = tl.load(starts_ptr + row)
     query_len = tl.load(starts_ptr + row + 1) - start
-    if (query_len == 0) | (query_len > QUERY_LEN):
-        return
     kv_len = tl.load(lens_ptr + row)
     low = 0
     if WINDOW > 0:
         low = tl.maximum(kv_len - query_len - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    share, parts = share_of(kv_len - low, splits, BLOCK_N)
-    if split >= tl.maximum(parts, 1):
-        return
     t, head = tile_of(SHARE, 1, BLOCK_M, BLOCK_M)
     token = (start + t).to(tl.int64)
     d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
@@ -137,8 +133,8 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, q_ptr, k_ptr, v_pt
         mask=(t < query_len)[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
     at = kv_len - query_len + t
-    begin = low + split * share
-    end = tl.minimum(begin + share, kv_len)
+    begin = low + split * share * BLOCK_N
+    end = tl.minimum(begin + share * BLOCK_N, kv_len)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV_PAD], tl.float32)
@@ -177,18 +173,18 @@ def _decode(out_ptr, mid_ptr, max_ptr, sum_ptr, arrivals_ptr, q_ptr, k_ptr, v_pt
         acc = acc * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         best = higher
     leave(
-        out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, row, split, splits, parts, start, query_len, SHARE, 1,
+        out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, place + split, parts, start, query_len, SHARE, 1,
         VALUE_DIM, DV_PAD, BLOCK_M, COUNT,
     )  # fmt: skip
     if parts > 1:
         # What other programs stored is read: a program's barrier, and release and acquire of the counter, order both.
         tl.debug_barrier()
-        counter = arrivals_ptr + row * tl.num_programs(0) + kv_head
+        counter = arrivals_ptr + place // 2 * tl.num_programs(0) + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
             own_t, own_head = tile_of(SHARE, 1, BLOCK_M, COUNT)
             own = own_t < query_len
             all_acc, all_total = together(
-                mid_ptr, max_ptr, sum_ptr, row, splits, parts, own, dv, COUNT, DV_PAD, DV_PAD, AT_ONCE
+                mid_ptr, max_ptr, sum_ptr, place, parts, own, dv, COUNT, DV_PAD, DV_PAD, AT_ONCE
             )  # fmt: skip
             store(out_ptr, start + own_t, own_head, own, all_acc, all_total, dv, SHARE, 1, VALUE_DIM)
             tl.store(counter, 0)
@@ -309,7 +305,7 @@ def paged_attention(
     v_cache: torch.Tensor,
     rows: RowTensors,
     scale: float,
-    arrivals: torch.Tensor,
+    shares: Shares,
     *,
     window: int = 0,
     softcap: float = 0.0,
@@ -325,7 +321,7 @@ def paged_attention(
         v_cache: [num_slots + 1, num_kv_heads, value_dim], contiguous.
         rows: the step's rows.
         scale: multiplies scores.
-        arrivals: of `new_arrivals`; launches that may run beside each other have each their own.
+        shares: the step's; launches that may run beside each other have each their own.
         window: tokens a query sees, itself included; 0 for all before it.
         softcap: c in ``c * tanh(score / c)``; 0 for none.
         decode_len: rows of at most this many query tokens go to the decode kernel, longer ones to the prefill kernel.
@@ -353,12 +349,14 @@ def paged_attention(
     )  # fmt: skip
     if decodes:
         splits, places, stages, constants = _decode_plan(model, num_reqs, decode_len, table.shape[1])
+        shared = shares.of(rows, splits, num_kv_heads, model.block_n, decode_len, window)
         cleared = 0 if prefills else num_tokens
         launch(
             _decode, (num_kv_heads, max(splits.grid, triton.cdiv(cleared, decode_len)), 1),
-            (out, *Scratch.of(splits, num_kv_heads, places, model.padded[1], query.device), arrivals, query, k_cache,
-             v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap, *strides),
-            constants, (num_reqs, cleared), num_warps=4, num_stages=stages,
+            (out, *Scratch.of(splits, num_kv_heads, places, model.padded[1], query.device), shared.plan,
+             shared.arrivals, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap,
+             *strides),
+            constants, (splits.grid, cleared), num_warps=4, num_stages=stages,
         )  # fmt: skip
     if prefills:
         block_m, num_warps, constants = _prefill_plan(model, decode_len + 1 if decodes else 1, num_tokens)
@@ -394,6 +392,11 @@ class _Heads(NamedTuple):
         return self.dtype == torch.float32 or self.padded[0] > 128
 
     @property
+    def block_n(self) -> int:
+        """Keys of a block, of decode rows."""
+        return DECODE_BLOCK_N // 2 if self.wide else DECODE_BLOCK_N
+
+    @property
     def precision(self) -> str:
         return "ieee" if self.dtype == torch.float32 else "tf32"
 
@@ -407,11 +410,11 @@ def _decode_plan(
     places = triton.next_power_of_2(share * decode_len)
     each = 2 if model.num_kv_heads <= FEW_KV_HEADS else 4
     splits = plan_splits(num_reqs, model.num_kv_heads, table_width * model.page, model.device, each)
-    block_n = DECODE_BLOCK_N // 2 if model.wide else DECODE_BLOCK_N
+    block_n = model.block_n
     twice = block_n * sum(model.padded) * model.dtype.itemsize <= TWICE_BYTES
     constants = (
         share, decode_len, model.head_dim, model.value_dim, *model.padded, model.page, model.window, model.capped,
-        splits.programs, splits.most, max(16, places), places,
+        max(16, places), places,
         at_once(READ_TOGETHER, splits.most, places * model.padded[1]), block_n, twice, model.precision,
     )  # fmt: skip
     return splits, places, 3 if twice else 2, constants

@@ -1,10 +1,13 @@
 """How decode rows' KV is shared out among programs, and how their results come together: what both decode kernels do.
 
-A row's KV goes to as many programs as the rows there are leave for it, which the kernel counts on the device. So it
-doesn't depend on the padded shape: a row is computed alike, bit for bit, beside the same rows in every graph and mode
-that takes this kernel for them, and padding costs programs that end at once. Programs of a row leave partial results
-in memory, which are brought together in the order of the KV: by the last program to arrive, whoever it is, or by a
-kernel of its own, whichever is quicker for the size of what there is to read.
+A row's KV goes to as many programs as its length asks for: one kernel, once a step, looks for the least share with
+which all rows' programs fit the device, and writes down which part of which row each program has (`Shares`). Rows are
+rarely alike in length, and with as many programs for each the longest row's decide how long all take.
+
+It rests on the lengths of the rows there are, so not on the padded shape: a row is computed alike, bit for bit, beside
+the same rows in every graph and mode that takes this kernel for them, and padding costs programs that end at once.
+Programs of a row leave partial results in memory, which are brought together in the order of the KV: by the last
+program to arrive, whoever it is, or by a kernel of its own, whichever is quicker for the size of what there is to read.
 """
 
 from __future__ import annotations
@@ -16,27 +19,37 @@ import torch
 import triton
 import triton.language as tl
 
+from kpolicy.serving.gpu.launch import launch
+from kpolicy.serving.rows import RowTensors
+
 __all__ = [
     "Scratch",
+    "Shared",
+    "Shares",
     "Splits",
     "at_once",
     "clear_padding",
-    "kept_rows",
     "leave",
-    "new_arrivals",
+    "most_programs",
+    "part_of",
     "plan_splits",
-    "share_of",
-    "split_count",
     "store",
     "tile_of",
     "together",
 ]
 
 MOST_SPLITS = 32
-MOST_EACH = 4
-"""Programs on a processor, of rows that are shared out"""
 LEAST_KV = 128
 """KV tokens a program has at least, where rows are as long as they can be"""
+FIELDS = tl.constexpr(4)
+"""Of a program in the plan: its row, or -1; which part of it and how many there are, in one (`PARTS`); blocks of keys
+of each part; and the first of the places that the row's partial results have, where it has several programs"""
+PARTS = tl.constexpr(256)
+"""More than a row has programs"""
+CLASSES = tl.constexpr(4)
+"""Of programs by how much of a share they have: those with most begin first, so that none of them ends last"""
+FEW_ROWS = 256
+"""So many rows and fewer are shared out by one compiled form, in one warp: warps would wait for each other"""
 
 
 @functools.lru_cache(maxsize=8)
@@ -45,35 +58,168 @@ def processors(device: torch.device) -> int:
 
 
 @triton.jit
-def split_count(num_rows, groups, programs, most):
-    """Programs that share the KV of each row and group of heads: as many as leave all of them within `programs`."""
-    return max(1, min(most, programs // max(1, num_rows * groups)))
+def most_programs(num_rows, programs, most):
+    """Programs of a group that so many rows may have.
+
+    All that run at once, or, where rows are many, half of that beyond a program each, so that a long one is shared out.
+    """
+    return min(num_rows * most, max(programs, num_rows + programs // 2))
 
 
 class Splits(NamedTuple):
     """What a launch needs for any number of rows up to its own."""
 
     programs: int
-    """That rows which are shared out have at most, all of them"""
+    """Of a group of heads that run at once"""
     most: int
     """Programs of one row and group of heads, at most"""
     grid: int
     """Programs of a group of heads"""
-    partial: int
-    """How many of these may leave partial results: the first ones"""
     shared: int
-    """Rows that may have several programs of a group: the first ones"""
+    """Rows that may have several programs of a group"""
+    places: int
+    """Programs of these rows, of a group: what may leave partial results"""
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_splits(num_reqs: int, groups: int, most_kv: int, device: torch.device, each: int) -> Splits:
     """For so many rows at most, whose heads are so many groups, a program each; `each` programs a processor."""
-    programs = each * processors(device)
+    programs = max(1, each * processors(device) // groups)
     most = triton.next_power_of_2(max(1, min(MOST_SPLITS, most_kv // LEAST_KV)))
-    counts = [(rows, split_count.fn(rows, groups, programs, most)) for rows in range(1, num_reqs + 1)]
-    shared = [(rows, splits) for rows, splits in counts if splits > 1]
-    partial = max((rows * splits for rows, splits in shared), default=0)
-    return Splits(programs, most, max(num_reqs, partial), partial, max((rows for rows, _ in shared), default=0))
+    grid = most_programs.fn(num_reqs, programs, most)
+    # Few rows have all programs that run at once, and each that is shared out two or more of them. Many have half as
+    # many beyond one each: no more rows are shared out, and they have no more than that and one each.
+    shared = min(num_reqs, programs // 2) if most > 1 else 0
+    return Splits(programs, most, grid, shared, min(grid, programs) if shared else 0)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "grid", "shared", "counters"])
+def _share_out(plan_ptr, heads_ptr, arrivals_ptr, starts_ptr, lens_ptr, num_reqs, grid, shared, counters,
+               QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, PROGRAMS: tl.constexpr, MOST: tl.constexpr,
+               BLOCK_N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """Write which part of which row each program has, and the first program of each row that has several."""
+    row = tl.arange(0, ROWS)
+    ok = row < num_reqs
+    query_len = tl.load(starts_ptr + row + 1, mask=ok, other=0) - tl.load(starts_ptr + row, mask=ok, other=0)
+    kv_len = tl.load(lens_ptr + row, mask=ok, other=0)
+    decodes = (query_len > 0) & (query_len <= QUERY_LEN)
+    # Behind the last row with KV are prompts and padding.
+    num_rows = tl.max(tl.where(decodes & (kv_len > 0), row + 1, 0), 0)
+    decodes = decodes & (row < num_rows)
+    low = row * 0
+    if WINDOW > 0:
+        low = tl.maximum(kv_len - query_len - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    # A row without KV has a program too, which writes zeros.
+    blocks = tl.where(decodes, tl.maximum(tl.cdiv(kv_len - low, BLOCK_N), 1), 0)
+    room = most_programs(tl.sum(decodes.to(tl.int32), 0), PROGRAMS, MOST)
+    longest = tl.maximum(tl.max(blocks, 0), 1)
+    # Shares up to `under` need too many programs.
+    under = tl.cdiv(longest, MOST) - 1
+    share = longest
+    while share - under > 1:
+        middle = (share + under) // 2
+        if tl.sum(tl.cdiv(blocks, middle), 0) <= room:
+            share = middle
+        else:
+            under = middle
+    # Parts of a row are as even as whole blocks allow.
+    own = tl.maximum(tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, share), 1)), 1)
+    parts = tl.cdiv(blocks, own)
+    # Those with most of a share first: where not all run at once, short ones fill what these leave.
+    level = tl.minimum(own * CLASSES // (share + 1), CLASSES - 1)
+    first, before = row * 0, 0
+    for each in tl.static_range(CLASSES):
+        here = tl.where(level == CLASSES - 1 - each, parts, 0)
+        first = tl.where(level == CLASSES - 1 - each, before + tl.cumsum(here, 0) - here, first)
+        before += tl.sum(here, 0)
+    split = tl.where(parts > 1, parts, 0)
+    place = tl.cumsum(split, 0) - split
+    for part in range(tl.max(parts, 0)):
+        at = plan_ptr + (first + part) * FIELDS
+        has = part < parts
+        tl.store(at, row, mask=has)
+        tl.store(at + 1, parts * PARTS + part, mask=has)
+        tl.store(at + 2, own, mask=has)
+        tl.store(at + 3, place, mask=has)
+    several = (parts > 1).to(tl.int32)
+    tl.store(heads_ptr + tl.cumsum(several, 0) - several, first, mask=parts > 1)
+    for begin in range(tl.sum(parts, 0), grid, TILE):
+        at = begin + tl.arange(0, TILE)
+        tl.store(plan_ptr + at * FIELDS, tl.full([TILE], -1, tl.int32), mask=at < grid)
+    for begin in range(tl.sum(several, 0), shared, TILE):
+        at = begin + tl.arange(0, TILE)
+        tl.store(heads_ptr + at, tl.full([TILE], -1, tl.int32), mask=at < shared)
+    tl.store(plan_ptr + grid * FIELDS, num_rows)
+    for begin in range(0, counters, TILE):
+        at = begin + tl.arange(0, TILE)
+        tl.store(arrivals_ptr + at, tl.zeros([TILE], tl.int32), mask=at < counters)
+
+
+class Shared(NamedTuple):
+    """How a step's rows are shared out for one kind of layers."""
+
+    plan: torch.Tensor
+    """[at least grid * `FIELDS` + 1] int32: what each program of a group has, and behind it how many rows there are"""
+    heads: torch.Tensor
+    """[at least shared] int32: the first program of each row that has several, or -1"""
+    arrivals: torch.Tensor
+    """[at least places // 2 * groups] int32, counters that every launch finds at 0 and leaves at 0; where any are asked
+    for"""
+
+
+class Shares:
+    """A step's rows, shared out once for all layers of a kind, when the first of them runs.
+
+    What is shared out rests on lengths that are read on the device, so it is captured with the layers. Steps that may
+    run beside each other have each their own, as layers that run one after the other use the same counters.
+    """
+
+    def __init__(self) -> None:
+        # With the tensors whose addresses the keys have, so that no other gets them.
+        self._made: dict[tuple[int, ...], tuple[Shared, RowTensors]] = {}
+
+    def of(
+        self, rows: RowTensors, splits: Splits, groups: int, block_n: int, query_len: int, window: int = 0,
+        *, counted: bool = True,
+    ) -> Shared:  # fmt: skip
+        """For layers of so many groups of heads, over blocks of so many keys.
+
+        Args:
+            rows: of the step.
+            splits: of `plan_splits`.
+            groups: of heads.
+            block_n: keys of a block.
+            query_len: rows of at most so many query tokens are shared out.
+            window: tokens a query sees, itself included; 0 for all before it.
+            counted: whether a row's programs count who is last.
+        """
+        lens, starts = rows.kv_lens, rows.query_starts
+        num_reqs, (programs, most, grid, shared, places) = lens.shape[0], splits
+        key = (
+            lens.data_ptr(), starts.data_ptr(), num_reqs, groups, block_n, query_len, window, programs, most, counted
+        )  # fmt: skip
+        found = self._made.get(key)
+        if found is None:
+            counters = places // 2 * groups if counted else 0
+            # Each begins where a kernel's pointers divide by 16, as what is compiled depends on that.
+            counts = [triton.cdiv(each, 4) * 4 for each in (grid * FIELDS.value + 1, shared, counters)]
+            whole = torch.empty(sum(counts), dtype=torch.int32, device=lens.device)
+            found = self._made[key] = Shared(*whole.split(counts)), rows
+            tile = max(FEW_ROWS, triton.next_power_of_2(num_reqs))
+            launch(
+                _share_out, (1, 1, 1), (*found[0], starts, lens),
+                (query_len, window, programs, most, block_n, tile, FEW_ROWS), (num_reqs, grid, shared, counters),
+                num_warps=max(1, min(4, tile // FEW_ROWS)),
+            )  # fmt: skip
+        return found[0]
+
+
+@triton.jit
+def part_of(plan_ptr, program):
+    """Of a program: (its row or -1, which part of it, how many there are, blocks of keys of each, the first place)."""
+    at = plan_ptr + program * FIELDS
+    of = tl.load(at + 1)
+    return tl.load(at), of % PARTS, of // PARTS, tl.load(at + 2), tl.load(at + 3)
 
 
 def at_once(values: int, most: int, tile: int) -> int:
@@ -83,14 +229,6 @@ def at_once(values: int, most: int, tile: int) -> int:
     than fit all processors then have the rows' own on some of them: 15 to 21% slower with 8 and 16 rows in one of 160.
     """
     return max(2, min(16, most, values // tile))
-
-
-def new_arrivals(device: torch.device) -> torch.Tensor:
-    """[as many as a launch may need] int32, counters that every launch finds at 0 and leaves at 0.
-
-    Rows have several programs only while one for each row and group is at most half of all there may be.
-    """
-    return torch.zeros(MOST_EACH // 2 * processors(device), dtype=torch.int32, device=device)
 
 
 class Scratch(NamedTuple):
@@ -103,30 +241,9 @@ class Scratch(NamedTuple):
     @classmethod
     def of(cls, splits: Splits, groups: int, places: int, width: int, device: torch.device) -> Scratch:
         """In one allocation, of so many places of a tile."""
-        count = splits.partial * groups * places
+        count = splits.places * groups * places
         whole = torch.empty(count * (width + 2), dtype=torch.float32, device=device)
         return cls(*whole.split((count * width, count, count)))
-
-
-@triton.jit
-def kept_rows(starts_ptr, lens_ptr, num_reqs, QUERY_LEN: tl.constexpr):
-    """Rows up to the last one with KV and at most `QUERY_LEN` tokens: behind it are prompts and padding."""
-    last = 0
-    for first in range(0, num_reqs, 256):
-        row = first + tl.arange(0, 256)
-        ok = row < num_reqs
-        query_len = tl.load(starts_ptr + row + 1, mask=ok, other=0) - tl.load(starts_ptr + row, mask=ok, other=0)
-        kept = (tl.load(lens_ptr + row, mask=ok, other=0) > 0) & (query_len > 0) & (query_len <= QUERY_LEN)
-        last = tl.maximum(last, tl.max(tl.where(kept, row + 1, 0), 0))
-    return last
-
-
-@triton.jit
-def share_of(num_keys, splits, BLOCK_N: tl.constexpr):
-    """(keys of a program, programs that have any)."""
-    blocks = tl.cdiv(num_keys, BLOCK_N)
-    share = tl.maximum(tl.cdiv(blocks, splits), 1)
-    return share * BLOCK_N, tl.cdiv(blocks, share)
 
 
 @triton.jit
@@ -169,7 +286,7 @@ def clear_padding(out_ptr, starts_ptr, num_rows, cleared, QUERY_LEN: tl.constexp
 
 
 @triton.jit
-def leave(out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, row, split, splits, parts, start, query_len,
+def leave(out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, place, parts, start, query_len,
           SHARE: tl.constexpr, TILES: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
           BLOCK_M: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
     """Store a program's result: the row's where it is the only one, else a part. `COUNT` places can be in use."""
@@ -177,16 +294,18 @@ def leave(out_ptr, mid_ptr, max_ptr, sum_ptr, acc, best, total, row, split, spli
     if parts <= 1:
         store(out_ptr, start + t, head, t < query_len, acc, total, tl.arange(0, WIDTH), SHARE, TILES, VALUE_DIM)
     else:
-        place = ((row * splits + split) * tl.num_programs(0) + tl.program_id(0)) * COUNT + tl.arange(0, BLOCK_M)
-        tl.store(max_ptr + place, best, mask=t < query_len)
-        tl.store(sum_ptr + place, total, mask=t < query_len)
-        tl.store(mid_ptr + place[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], acc, mask=(t < query_len)[:, None])
+        at = (place.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * COUNT + tl.arange(0, BLOCK_M)
+        tl.store(max_ptr + at, best, mask=t < query_len)
+        tl.store(sum_ptr + at, total, mask=t < query_len)
+        tl.store(mid_ptr + at[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], acc, mask=(t < query_len)[:, None])
 
 
 @triton.jit
-def together(mid_ptr, max_ptr, sum_ptr, row, splits, parts, own, width, COUNT: tl.constexpr, CHUNK: tl.constexpr,
+def together(mid_ptr, max_ptr, sum_ptr, begins, parts, own, width, COUNT: tl.constexpr, CHUNK: tl.constexpr,
              WIDTH: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     """(sums of values, sums of weights) of all parts, one after the other, for `CHUNK` of the values' `WIDTH`.
+
+    `begins` is the first one's place.
 
     Each thread adds up values of its own: threads exchange nothing, and the reads of `AT_ONCE` parts are under way
     together, past the first cache.
@@ -195,7 +314,7 @@ def together(mid_ptr, max_ptr, sum_ptr, row, splits, parts, own, width, COUNT: t
     total = tl.zeros([COUNT], tl.float32)
     acc = tl.zeros([COUNT, CHUNK], tl.float32)
     step = tl.num_programs(0) * COUNT
-    first = (row * splits * tl.num_programs(0) + tl.program_id(0)) * COUNT + tl.arange(0, COUNT)
+    first = (begins.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * COUNT + tl.arange(0, COUNT)
     for begin in range(0, parts, AT_ONCE):
         maxima, sums, values = (), (), ()
         higher = best
