@@ -34,6 +34,7 @@ from benchmarks.command import input_file, input_path, made_folder
 from benchmarks.gpu.slices import stop
 from kpolicy.cli.step_log import step_log_paths
 from kpolicy.errors import ConfigError
+from kpolicy.simulate.repeats import LEAST_REPEATS
 
 ROOT = Path(__file__).parents[1]
 GRACE_S = 5.0
@@ -93,7 +94,7 @@ def calls(options: argparse.Namespace) -> list[tuple[str, Path, list[str], float
         sys.executable, "-m", "benchmarks.gpu.again", "--device", options.device, "--config", config,
         "--profile", str(profile), "--run", str(run), *served, *(w for log in first for w in ("--log", str(log))),
         *(w for mode in options.mode for w in ("--mode", mode)), *(["--turns"] if options.turns else []),
-        "--most", str(options.most),
+        "--most", str(options.most), "--passes", str(options.passes),
         "--seconds", f"{options.again - AROUND_S:g}", "--out", f"{PART}{again}",
     ]  # fmt: skip
     # One behind the run, where there are several, and the others behind what runs again.
@@ -177,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", type=float, default=150.0, help="seconds for steps that run again; 0 for none (150)")
     parser.add_argument("--mode", action="append", help="every step of this mode runs again (eager and piecewise)")
     parser.add_argument("--most", type=int, default=5000, help="steps of a policy and mode that run again (5,000)")
+    parser.add_argument("--passes", type=int, default=9, help="times that a step runs again at most (9)")
     parser.add_argument(
         "--turns", action="store_true",
         help="of steps that run again every other pass is on the slowest of all cores, with those beside it kept busy, "
@@ -189,6 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if min(options.calibrations, options.repeats) < 1:
         parser.error(f"--calibrations {options.calibrations} --repeats {options.repeats}: both are from 1 up")
+    if options.passes < LEAST_REPEATS:
+        parser.error(f"--passes {options.passes}: from {LEAST_REPEATS} up, of which the middle is looked at")
     if options.later < 0:
         parser.error(f"--later {options.later}: 0 for none, or how many calibrations run after the run")
     if options.again and not AROUND_S < options.again <= options.limit - GRACE_S:

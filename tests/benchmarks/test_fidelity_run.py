@@ -206,7 +206,9 @@ def test_another_model_in_the_folder_is_refused(
     assert "has another config.json; give another folder" in capsys.readouterr().err
 
 
-def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_are_those_of_a_run(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every option that they give is one that the real commands take; what a test of each command tries, isn't here."""
     seen: list[list[str]] = []
     cores: list[int] = []
@@ -232,8 +234,8 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
     )
     assert again == (
         f"benchmarks.gpu.again --device cuda --config config.json --profile P.json --run R.json {served} --log "
-        "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --mode piecewise --most 5000 --seconds 135 "
-        "--out part-A.jsonl"
+        "S-auto.jsonl --log S-split-form-decodes_beside.jsonl --mode eager --mode piecewise --most 5000 --passes 9 "
+        "--seconds 135 --out part-A.jsonl"
     )
     seen.clear()
     cores.clear()
@@ -242,3 +244,10 @@ def test_the_commands_are_those_of_a_run(words: list[str], monkeypatch: pytest.M
     assert again[again.index("--turns") + 1 :][:2] == ["--most", "5000"]
     # It chooses among all cores, and a middle is no measurement.
     assert cores == [3, 3, 3, 0, 3, 3, 0, 3, 0]
+    seen.clear()
+    assert fidelity_run.main([*words, "--passes", "3", "--limit", "580"]) == 0
+    [again] = [command for command in seen if "benchmarks.gpu.again" in command]
+    assert again[again.index("--passes") + 1] == "3"
+    with pytest.raises(SystemExit):
+        fidelity_run.main([*words, "--passes", "2"])
+    assert "--passes 2: from 3 up, of which the middle is looked at" in capsys.readouterr().err
