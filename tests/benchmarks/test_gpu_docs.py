@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 
-from benchmarks.gpu import overhead, soak
+from benchmarks.gpu import overhead, padded, soak
 from benchmarks.gpu import regret as measured_regret
 from benchmarks.gpu.regret import at_once
 from kpolicy.ladders import decode_sizes
@@ -817,7 +817,7 @@ ATTENDED = ("8 x 1000", "16 x 1000", "8 x 4000", "16 x 4000", "160 x 1000")
 
 
 def test_decode_attention_is_told_as_its_results_have_it() -> None:
-    """Of every cell the smallest graph's and the largest's, before, at 6ac0a63 and now."""
+    """Of every cell the smallest graph's and the largest's, before, at 6ac0a63 and at 7cd4573."""
     now = json.loads((RESULTS / "attention_padded.json").read_text(encoding="utf-8"))["cells"]
     at_6ac0a63 = json.loads((RESULTS / "raw" / "attention_variants.json").read_text(encoding="utf-8"))["cells"]
     rows = []
@@ -836,6 +836,215 @@ def test_decode_attention_is_told_as_its_results_have_it() -> None:
     start = next(i for i, line in enumerate(DOC) if line.startswith("| heads, rows x mean KV |")) + 2
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in DOC[start : start + len(rows)]] == rows
     assert not DOC[start + len(rows)].startswith("|")
+
+
+UNEVEN = "attention_uneven"
+EVEN_ROWS, UNEVEN_ROWS = (
+    [f"{count} x {kv}{kind}" for count, kv in of]
+    for of, kind in ((padded.CELLS, ""), (padded.UNEVEN, " uneven"))
+)  # fmt: skip
+GRID = {"0.5B": (2, 2, 64, 6), "1B": (8, 4, 64, 4), "8B": (8, 4, 64, 5), "dsv2lite": (1, 2, 32, 2)}
+"""Groups of heads; programs a processor that are planned for; keys of a block; programs that fit a processor"""
+PROCESSORS = 132
+
+
+def smallest(found: dict[str, Any]) -> str:
+    """Of a cell's graphs."""
+    return next(iter(found["after"]))
+
+
+def before_and_now(found: dict[str, Any], graph: str) -> str:
+    """Us a layer and their ratio, in bold where that is above 1 by its whole interval."""
+    ratio, low, _ = found["after"][graph]
+    over = "**" * (low > 1 and round(ratio, 2) > 1)
+    before, now = (found[name]["layer_us"][graph] for name in ("before", "now"))
+    return f"{before:.1f} / {now:.1f}, {over}{ratio:.2f}{over}"
+
+
+@pytest.mark.parametrize(("head", "graph"), [("rows x KV", None), ("in a graph of 160", "160")])
+def test_uneven_rows_are_told_as_the_result_has_them(head: str, graph: str | None) -> None:
+    """Of every model and rows the smallest graph, and the largest where that is another."""
+    cells, rows = read(UNEVEN)["cells"], []
+    for what in (*EVEN_ROWS, *UNEVEN_ROWS):
+        own, first = what.split(" ")[0], smallest(cells[f"8B/{what}"])
+        if first == graph:
+            continue
+        count, _, kv, *kind = what.split(" ")
+        name = " ".join((count, "x", f"{int(kv):,}", *kind))
+        name += f", graph of {first}" * (graph is None and first != own)
+        rows.append([name, *(before_and_now(cells[f"{heads}/{what}"], graph or first) for heads in HEADS)])
+    start = DOC.index(f"| {head} | {' | '.join(HEADS.values())} |") + 2
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in DOC[start : start + len(rows)]] == rows
+    assert not DOC[start + len(rows)].startswith("|")
+    assert len(cells) == len(HEADS) * len((*EVEN_ROWS, *UNEVEN_ROWS))
+
+
+def over_before(rows: Collection[str], *, every: bool = False) -> list[list[float]]:
+    """Today's times over those before, with their intervals, in the smallest graphs or in all."""
+    found = [read(UNEVEN)["cells"][f"{heads}/{what}"] for heads in HEADS for what in rows]
+    return [ratio for each in found for graph, ratio in each["after"].items() if every or graph == smallest(each)]
+
+
+def least_to_most(ratios: list[list[float]]) -> str:
+    return f"{min(ratios)[0]:.2f} to {max(ratios)[0]:.2f}"
+
+
+def test_what_lengths_are_worth_is_told_as_it_came_out() -> None:
+    """Ranges on every page that has them, the best and the worst cell, who is slower, and that results are right."""
+    words, cells = " ".join("\n".join(DOC).split()), read(UNEVEN)["cells"]
+    uneven, even = (least_to_most(over_before(rows)) for rows in (UNEVEN_ROWS, EVEN_ROWS))
+    all_uneven, all_even = (least_to_most(over_before(rows, every=True)) for rows in (UNEVEN_ROWS, EVEN_ROWS))
+    assert (
+        f"On uneven rows attention takes {uneven} of the time so, on even ones {even}**, in the smallest graph that "
+        f"the rows fit in; over all graphs {all_uneven} and {all_even}."
+    ) in words
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert (
+        f"uneven rows take [{uneven} of what they took](docs/measured_gpu.md#decode-attention), even ones {even}."
+        in (changes)
+    )
+    assert f"uneven rows take [{uneven} of that time](measured_gpu.md#decode-attention), even ones {even}." in GUIDE
+    large = [cells[f"8B/{what}"] for what in UNEVEN_ROWS]
+    told = least_to_most([each["after"][smallest(each)] for each in large])
+    assert f"uneven rows of the 8B take [{told}](#decode-attention) of their attention's time" in words
+    many, dense, few = ((cells[name]["before"]["layer_us"][own], cells[name]["now"]["layer_us"][own]) for name, own in (
+        ("0.5B/84 x 1300 uneven", "84"), ("8B/84 x 1300 uneven", "84"), ("0.5B/8 x 4000 uneven", "8")
+    ))  # fmt: skip
+    layers = padded.MODELS["8B"].layers
+    assert (
+        f"84 of Qwen2.5-0.5B take {many[1]} us a layer for {many[0]}. 84 of Llama-3.1-8B take {dense[1]} for "
+        f"{dense[0]}, over {layers} layers {(dense[0] - dense[1]) * layers / 1e3:.1f} ms less a step. Least is won "
+        f"with 8 of Qwen2.5-0.5B, {few[1]} for {few[0]}."
+    ) in words
+    assert cells["0.5B/84 x 1300 uneven"]["after"]["84"] == min(over_before(UNEVEN_ROWS))
+    assert cells["0.5B/8 x 4000 uneven"]["after"]["8"] == max(over_before(UNEVEN_ROWS))
+    ratios = over_before(EVEN_ROWS)
+    slower, quicker = [each for each in ratios if each[1] > 1], [each for each in ratios if each[2] < 1]
+    assert (
+        f"Of {len(ratios)} cells of even rows {len(slower)} are slower by their whole interval, up to "
+        f"{max(slower)[0]:.2f}, and {len(quicker)} quicker, down to {min(quicker)[0]:.2f}."
+    ) in words
+    halved = [cells[f"{heads}/{count} x 1000"]["after"]["80"] for heads in ("1B", "8B") for count in (48, 60)]
+    small, mixture = (cells[f"{heads}/160 x 1000"]["after"]["160"][0] for heads in ("0.5B", "dsv2lite"))
+    few_rows = [cells[f"8B/{count} x {kv}"]["after"][str(count)] for count, kv in padded.CELLS if count in (8, 16)]
+    rest = [each for each in slower if each not in (*halved, *few_rows) and each[0] not in (small, mixture)]
+    assert (
+        f"48 and 60 of the Llamas, {least_to_most(halved)}, and 160 of Qwen2.5-0.5B and DeepSeek-V2-Lite, "
+        f"{small:.2f} and {mixture:.2f}."
+    ) in words
+    assert (len(halved) + 2, len(few_rows), len(rest)) == (6, 4, 4)
+    assert f"Four are Llama-3.1-8B's 8 and 16 rows, {least_to_most(few_rows)}, though" in words
+    assert f"The other four are 8 and 16 rows too, {least_to_most(rest)}." in words
+    differ = [found["before"]["relative_difference"] for found in cells.values()]
+    assert all(found["now"]["same_bits"] and found["before"]["same_bits"] for found in cells.values())
+    assert (
+        f"results differ by at most {max(differ):.1%}, as other parts are added up, and in {differ.count(0.0)} of "
+        f"{len(differ)} cells by nothing."
+    ) in words
+    wide = {
+        name: high - low for name, found in cells.items() for _, low, high in [found["after"][smallest(found)]]
+        if high - low > 0.05
+    }  # fmt: skip
+    assert set(wide) == {"1B/32 x 1300 uneven", "dsv2lite/32 x 1300 uneven", "dsv2lite/84 x 1300 uneven"}
+    assert f"intervals of the ratio are {min(wide.values()):.2f} to {max(wide.values()):.2f} wide" in words
+
+
+def padding(model: str, version: str, graph: str) -> list[float]:
+    """What a graph takes over the smallest, of each of a model's cells that have both."""
+    return [
+        found[version]["padding"][graph][0] for name, found in read(UNEVEN)["cells"].items()
+        if name.startswith(f"{model}/") and graph in found[version]["padding"]
+    ]  # fmt: skip
+
+
+def test_what_further_rows_of_a_graph_cost_is_told_as_it_came_out() -> None:
+    """On two models more than before, and in one cell by far the most."""
+    words, cells = " ".join("\n".join(DOC).split()), read(UNEVEN)["cells"]
+    small, dense = (
+        [f"{min(of):.2f} to {max(of):.2f}" for of in (padding(model, version, graph) for version in ("now", "before"))]
+        for model, graph in (("0.5B", "160"), ("8B", "80"))
+    )
+    worst = cells["0.5B/48 x 1000"]
+    assert worst["after"]["160"] == max(over_before(EVEN_ROWS, every=True))
+    odd = "dsv2lite/8 x 4000 uneven"
+    rest = [
+        100 * (each[0] - 1) for name, found in cells.items() if name != odd for each in found["now"]["padding"].values()
+    ]
+    assert (
+        f"the 0.5B's of 160 takes {small[0]} times as long as the smallest, where it was {small[1]}, and the 8B's of "
+        f"80 {dense[0]}, where it was {dense[1]}. So even rows of the 0.5B take up to "
+        f"{worst['after']['160'][0]:.2f} of before in a graph of 160 (48 x 1,000: {worst['now']['layer_us']['160']} us "
+        f"for {worst['before']['layer_us']['160']}). A graph's further rows cost {min(rest):.0f} to "
+        f"{max(rest):.0f}% in all cells but one:"
+    ) in words
+    us, over = cells[odd]["now"]["layer_us"], [ratio for graph, ratio in cells[odd]["after"].items() if graph != "8"]
+    longer = [ratio for ratio, *_ in cells[odd]["now"]["padding"].values()]
+    larger = [us[graph] for graph in us if graph != "8"]
+    assert (
+        f"8 x 4,000 uneven take {us['8']} us in a graph of 8 and {min(larger)} to {max(larger)} in those of 16 to "
+        f"160**, {min(longer):.2f} to {max(longer):.2f} times as long, and {least_to_most(over)} of before."
+    ) in words
+    assert (
+        f"at most {max(rest):.0f}% of attention's time in all cells measured but one, "
+        f"[{100 * (max(longer) - 1):.0f}% there](measured_gpu.md#decode-attention)"
+    ) in GUIDE
+    even = [100 * (ratio - 1) for ratio, *_ in cells["dsv2lite/8 x 4000"]["now"]["padding"].values()]
+    assert f"8 even rows pay {min(even):.0f} to {max(even):.0f}% for the same." in words
+    most = max(ratio - 1 for graph in ("80", "160") for ratio in padding("1B", "now", graph))
+    assert f"and there further rows cost at most {most:.0%}." in words
+
+
+def grid_of(model: str, rows: int) -> int:
+    """Programs of a graph's launch."""
+    groups, each, *_ = GRID[model]
+    programs = each * PROCESSORS // groups
+    return groups * min(32 * rows, max(programs, rows + programs // 2))
+
+
+def shared_out(model: str, lengths: list[int]) -> tuple[int, list[int], list[int]]:
+    """(least share that there is room for, blocks of each row, its programs), by trying."""
+    groups, _, keys, _ = GRID[model]
+    blocks = [-(-length // keys) for length in lengths]
+    room = grid_of(model, len(lengths)) // groups
+    share = -(-max(blocks) // 32)
+    while sum(-(-each // share) for each in blocks) > room:
+        share += 1
+    return share, blocks, [-(-each // -(-each // -(-each // share))) for each in blocks]
+
+
+def test_why_further_rows_may_cost_is_told_by_hand() -> None:
+    """How many programs rows have work for, what launches have, and how many of these each processor has."""
+    words = " ".join("\n".join(DOC).split())
+    lengths = padded.uneven_lengths(8, 4000)
+    share, _, programs = shared_out("dsv2lite", lengths)
+    own, *larger, largest = (grid_of("dsv2lite", rows) for rows in padded.GRAPHS)
+    (middle,) = {*larger}
+    assert (
+        f"These rows have work for {sum(programs)} programs, as the longest may have 32 and so a share is {share} "
+        f"blocks. The launch has {own} in a graph of 8, {middle} in those of 16 to 80 and {largest} in one of 160."
+    ) in words
+    assert max(programs) == 32
+    each = {
+        model: [min(fit, grid_of(model, rows) // PROCESSORS) for rows in padded.GRAPHS]
+        for model, (*_, fit) in GRID.items()
+    }
+    assert f"so that {-(-sum(programs) // 2)} processors have all the work" in words
+    assert each == {"dsv2lite": [1, 2, 2, 2, 2], "0.5B": [2, 2, 2, 2, 3], "8B": [4, 4, 4, 5, 5], "1B": [4] * 5}
+    shares = {}
+    for model, count in (("1B", 48), ("1B", 60), ("0.5B", 160), ("dsv2lite", 160)):
+        rows = [900 + 100 * row // (count - 1) for row in range(count)]
+        share, blocks, programs = shared_out(model, rows)
+        assert max(programs) == 2
+        shares[model] = share, max(blocks)
+    assert (shares["1B"], shares["0.5B"]) == ((15, 16), (15, 16))
+    assert (
+        "is 15 blocks of keys there, where the longest row has 16 (on DeepSeek-V2-Lite {} of {})".format(
+            *shares["dsv2lite"]
+        )
+        in words
+    )
+    longest = [max(of) * len(of) / sum(of) for of in (padded.uneven_lengths(*each) for each in padded.UNEVEN)]
+    assert f"the longest {min(longest):.1f} to {max(longest):.1f} times the mean" in words
 
 
 def test_host_time_of_a_step_is_told_as_its_results_have_it() -> None:
