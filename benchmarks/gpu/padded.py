@@ -1,8 +1,8 @@
 """What padding costs attention: the same decode rows in graphs of more and more rows, a layer's microseconds.
 
-A graph is of a model's attention calls alone, one after the other over KV of their own, captured over padding and
-replayed over the rows. Graphs take turns round by round. Ratios are to the smallest graph that the rows fit in, 1 where
-padding is free. Whether all graphs give the same bits is looked at first.
+A graph is of a model's attention calls, one after the other over KV of their own, and what they need once a step,
+captured over padding and replayed over the rows. Graphs take turns round by round. Ratios are to the smallest graph
+that the rows fit in, 1 where padding is free. Whether all graphs give the same bits is looked at first.
 
 Rows are of nearly equal length, or uneven (cells named so): drawn with a fixed seed from a lognormal distribution whose
 longest row is 2.3 to 3.0 times the mean with 8 to 84 rows, about as in batches of the conversation trace.

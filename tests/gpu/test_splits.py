@@ -125,7 +125,7 @@ def test_a_graph_serves_any_number_of_rows(name: Any) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step = step_of(rows, 1)
-        # Layers share the step's counters.
+        # Layers have the step's plan and counters.
         outs = [attend(step, rows, query) for _ in range(4)]
     for count in (80, 1, 33, 8, 2, 16, 65):
         rows.kv_lens.copy_(torch.tensor(most[:count] + [0] * (padded - count)))

@@ -1,4 +1,4 @@
-"""How decode rows' KV is shared out, in Triton's interpreter: by the rows there are, whatever they are padded to.
+"""How decode rows' KV is shared out, in Triton's interpreter: by their lengths, whatever they are padded to.
 
 The interpreter must be chosen before Triton is imported, so these tests run in a process of their own.
 """
