@@ -178,7 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", type=float, default=150.0, help="seconds for steps that run again; 0 for none (150)")
     parser.add_argument("--mode", action="append", help="every step of this mode runs again (eager and piecewise)")
     parser.add_argument("--most", type=int, default=5000, help="steps of a policy and mode that run again (5,000)")
-    parser.add_argument("--passes", type=int, default=9, help="times that a step runs again at most (9)")
+    parser.add_argument(
+        "--passes", type=int, default=9,
+        help="times that a step runs again at most, with --turns on each kind of core (9)",
+    )  # fmt: skip
     parser.add_argument(
         "--turns", action="store_true",
         help="of steps that run again every other pass is on the slowest of all cores, with those beside it kept busy, "

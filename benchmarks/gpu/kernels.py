@@ -37,7 +37,7 @@ from kpolicy.heap import frozen_heap
 FAMILIES = {
     # `kpolicy.serving.gpu`'s own are among these and attention's; Triton names them as their functions.
     "experts": r"group(ed)?_?(gemm|mm)|GroupProblemShape|moe|^_(route_copies|silu_times|weighted_sum)$",
-    "attention": r"^_(decode|(expanded_)?prefill|attend|combine|write)$|flash_(fwd|bwd)|fmha|attention|"
+    "attention": r"^_(decode|(expanded_)?prefill|attend|combine|share_out|write)$|flash_(fwd|bwd)|fmha|attention|"
     r"Batch(Prefill|Decode)",
     "matrix products": r"gemm|gemv|dot_kernel|nvjet|cutlass|matmul|splitK|aten::(mm|bmm|addmm|linear)",
     "sorting and gathering": r"sort|scatter|gather|index_|_index|bincount|histogram|cumsum|scan|topk|searchsorted",

@@ -734,7 +734,7 @@ def test_kernels_of_a_step_in_each_way(tmp_path: Path, capsys: pytest.CaptureFix
         ("void at::native::index_elementwise_kernel<128, 4>", "sorting and gathering"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::reduce_kernel<512, 1>", "elementwise and reductions"),
-        ("_decode", "attention"), ("_combine", "attention"), ("_write", "attention"),
+        ("_decode", "attention"), ("_share_out", "attention"), ("_combine", "attention"), ("_write", "attention"),
         ("_expanded_prefill", "attention"),
         ("gemvx::kernel<int, int, __nv_bfloat16>", "matrix products"),
         ("void at::native::vectorized_gather_kernel<16, long>", "sorting and gathering"),

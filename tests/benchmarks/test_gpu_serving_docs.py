@@ -873,7 +873,8 @@ def test_throughput_is_told_in_short() -> None:
     assert least == medians[0]
     assert in_short("figures of `auto` below 0.99") == (
         f"none of {len(latest)} in the mean, the least {three(least)}; {wide} intervals begin below 0.99. "
-        f"Llama-3.1-8B's median gaps are {now} times as short, {then} in the run before"
+        f"Llama-3.1-8B's median gaps are {now} times as short, {then} in the run before, after which "
+        "that model alone was served again"
     )
     guide = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
     assert "throughput of 43ebfb8 (Llama-3.1-8B's of 95234a3, with newer decode kernels)" in guide
@@ -891,6 +892,6 @@ def test_throughput_is_told_in_short() -> None:
         f"`auto` has {tokens} times the tokens a second of the replica of vLLM's rule on the code trace with "
         f"Qwen2.5-0.5B, and gaps at p99 {gaps} times as short; with DeepSeek-V2-Lite {fewer} and {longer}. "
         f"Of {len(latest)} figures none is below 0.99 in the mean, but {wide} intervals begin there; Llama-3.1-8B's "
-        f"median gaps, {then} times as short at 43ebfb8, are {now} in a later run."
+        f"median gaps, {then} times as short at 43ebfb8, are {now} in a later run, of that model alone."
     ) in changes
     assert "End to end of four models at 43ebfb8, Llama-3.1-8B at 95234a3," in changes

@@ -288,7 +288,7 @@ def test_how_far_auto_is_from_the_best() -> None:
         "(its mean"
     ) in WORDS
     assert second == max(row["late"] for row in (*rows, *gaps))
-    assert f"in up to {second:.1%} of a load's steps ([GPU]" in WORDS
+    assert f"in up to {second:.1%} of a load's steps; today's decode kernels ([GPU]" in WORDS
 
 
 def test_steps_that_were_compared_with_eager() -> None:

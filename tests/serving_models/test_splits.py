@@ -352,7 +352,7 @@ def test_rows_without_kv_are_zero_wherever_they_are(lens: list[int], query_len: 
 def test_a_launch_has_room_for_any_of_its_rows(
     count: int, groups: int, most_kv: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By hand, of random lengths: programs, rows that have several, and their places; no room that nothing needs."""
+    """By hand, of random lengths: programs, rows that have several, and their places."""
     from kpolicy.serving.gpu import splits
 
     monkeypatch.setattr(splits, "processors", lambda _device: count)
