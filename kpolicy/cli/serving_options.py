@@ -13,6 +13,7 @@ from kpolicy.errors import ConfigError
 from kpolicy.policies import get_policy
 from kpolicy.simulate import Drafts, Server, ServiceLevel
 from kpolicy.simulate.cost_models import CostModel, cost_model
+from kpolicy.simulate.server import LEAST_SLOWER, MOST_SLOWER
 
 __all__ = ["KV_TOKENS", "Seed", "Served"]
 
@@ -103,6 +104,14 @@ class Served:
             "while the profile's calibration served, if it was.",
         ),
     ] = False
+    slower_host: Annotated[
+        float,
+        Parameter(
+            group=_SERVER,
+            help="The host takes so many times as long as the profile says, launching and scheduling: what a busier "
+            "host would make of it.",
+        ),
+    ] = 1.0
     ranks: Annotated[
         int, Parameter(group=_SERVER, converter=whole, help="Data-parallel ranks that step together and agree.")
     ] = 1
@@ -169,6 +178,16 @@ class Served:
         ):  # fmt: skip
             if value is not None and not 0 <= value < 1e9:
                 raise ConfigError(f"{option} is {value:g}; it takes microseconds from 0 up.")
+        if not LEAST_SLOWER <= self.slower_host <= MOST_SLOWER:
+            raise ConfigError(
+                f"--slower-host is {self.slower_host:g}; it is from {LEAST_SLOWER:g} to {MOST_SLOWER:g} times as long "
+                "as the profile says, 1 for just as long."
+            )
+        if self.slower_host != 1 and not model.costs.host_work_us:
+            raise ConfigError(
+                f"--slower-host {self.slower_host:g} needs costs that say how fast their host was, and these are "
+                f"{model.what}. Give a --profile that kpolicy calibrate wrote, or leave it out."
+            )
         if self.pace is not None:
             try:
                 get_policy(self.pace)
@@ -185,6 +204,7 @@ class Served:
             scheduler_us=self.scheduler_us,
             scheduler_prompt_us=self.scheduler_prompt_us,
             steady_host=self.steady_host,
+            slower_host=self.slower_host,
             pace=self.pace,
             warm=self.warm,
             concurrency=None if self.concurrency is None else at_least("--concurrency", self.concurrency, 1),

@@ -85,7 +85,8 @@ def simulate_command(
         return 0
     model = served.costs(deployment)
     server = served.server(deployment, model)
-    if starts > 1 and server.host_speed(model.costs) is None:
+    noted = server.host_speed(model.costs)
+    if starts > 1 and (noted is None or len(noted.host_work_us) == 1):
         raise ConfigError(
             f"--starts {starts} begins at some of a profile's notes of the host's speed, and "
             f"{'--steady-host leaves them out' if server.steady_host else f'there are none in {model.what}'}; leave "
@@ -194,10 +195,13 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
     elif model.costs.measured and model.costs.served is None:
         lines.append("the profile says nothing of the scheduler's time, taken as 0 us: --scheduler-us gives it")
     if (slower := _slower(model, server)) is not None:
-        lines.append(
-            f"the host takes {slower['least']:.2f} to {slower['most']:.2f} times as long as in the profile's launches, "
-            f"{slower['mean']:.2f} in the mean, as was noted while its calibration served"
-        )
+        least, most = slower["least"], slower["most"]
+        times = f"{least:.2f} to {most:.2f}" if least < most else f"{least:.2f}"
+        line = f"the host takes {times} times as long as in the profile's launches"
+        if least < most:
+            line += f", {slower['mean']:.2f} in the mean, as was noted while its calibration served"
+        given = server.slower_host
+        lines.append(line + (f", times {given:g} as given" if given != 1 and least < most else ""))
     return lines
 
 

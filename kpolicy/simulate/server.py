@@ -8,6 +8,7 @@ import attrs
 
 from kpolicy.costs import CostTable
 from kpolicy.errors import ConfigError, check_kind
+from kpolicy.host_speed import launching_takes
 from kpolicy.scheduling.batching import MOST_STEPS_AHEAD
 from kpolicy.schemas import MOST_KV_BYTES
 from kpolicy.served_host import ServedHost
@@ -15,12 +16,14 @@ from kpolicy.settings import Settings
 from kpolicy.shapes import LARGEST_COUNT, plain_int
 from kpolicy.simulate.drafts import Drafts
 
-__all__ = ["Server", "ServiceLevel"]
+__all__ = ["LEAST_SLOWER", "MOST_SLOWER", "Server", "ServiceLevel"]
 
 LLAMA_8B_KV_BYTES = 131_072
 PREFIX_BLOCK = 512
 """Prompt tokens behind one hash id in Mooncake's traces, as its publishers say."""
 MOST_RANKS = 256
+LEAST_SLOWER, MOST_SLOWER = 0.1, 10.0
+"""Of `Server.slower_host`"""
 
 
 def whole_number(name: str, value: object, least: int, most: int) -> int:
@@ -88,6 +91,9 @@ class Server:
             likewise, but 0 beside a `scheduler_us`.
         steady_host: whether the host keeps the speed that the costs are of. By default it changes as was noted while a
             calibration served (`CostTable.served`), where it was.
+        slower_host: how many times as long as that the host takes, launching and scheduling
+            (`kpolicy.host_speed.launching_takes`): what a busier host than the calibration's would make of it. A
+            `scheduler_us` or `scheduler_prompt_us` that is given stays as it is.
         gap_tail: whether `auto` is told the longest gaps so far, as by kpolicy's own batcher (`kpolicy.scheduling.
             gap_tail`); not with several ranks.
         pace: a policy: a step that has decodes takes as many prompt tokens as the objective says of the gap, as long
@@ -115,6 +121,7 @@ class Server:
     scheduler_us: float | None = None
     scheduler_prompt_us: float | None = None
     steady_host: bool = False
+    slower_host: float = 1.0
     gap_tail: bool = True
     pace: str | None = None
     warm: bool = False
@@ -133,19 +140,42 @@ class Server:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Real) and 0 <= float(value) < 1e9):
                 raise ConfigError(f"{name} is {value!r:.80}; it is microseconds from 0 up, or None for the costs' own.")
+        slower = self.slower_host
+        if not (isinstance(slower, Real) and LEAST_SLOWER <= float(slower) <= MOST_SLOWER):
+            raise ConfigError(
+                f"slower_host is {slower!r:.80}; it is from {LEAST_SLOWER:g} to {MOST_SLOWER:g} times as long as "
+                "noted, 1 for just as long."
+            )
 
     def outside_us(self, costs: CostTable) -> tuple[float, float]:
         """What the engine's own work takes a step, and a step with prompts besides: as given, or by the costs."""
         served = costs.served
         if self.scheduler_us is not None:
             return self.scheduler_us, self.scheduler_prompt_us or 0.0
-        by_costs = (0.0, 0.0) if served is None else (served.scheduler_us, served.scheduler_prompt_us)
+        times = launching_takes(self.slower_host)
+        by_costs = (0.0, 0.0) if served is None else (served.scheduler_us * times, served.scheduler_prompt_us * times)
         return by_costs if self.scheduler_prompt_us is None else (by_costs[0], self.scheduler_prompt_us)
 
     def host_speed(self, costs: CostTable) -> ServedHost | None:
-        """What the costs noted of the host's speed while they were calibrated, where it is to change so."""
-        served = costs.served
-        return served if served is not None and served.host_work_us and not self.steady_host else None
+        """What the costs noted of the host's speed while they were calibrated, where it is to change so.
+
+        Of a `slower_host` the notes are so many times as long, and where there are none one, of what the costs are of.
+
+        Raises:
+            ConfigError: there is a `slower_host`, and the costs don't say how fast theirs was.
+        """
+        served, slower = costs.served, self.slower_host
+        noted = served if served is not None and served.host_work_us and not self.steady_host else None
+        if slower == 1:
+            return noted
+        if not costs.host_work_us:
+            raise ConfigError(
+                f"slower_host is {slower:g}, and the costs {costs.version!r:.80} don't say how fast their host was. "
+                "Give those of a profile that kpolicy calibrate wrote, or leave it out."
+            )
+        works = (costs.host_work_us,) if noted is None else noted.host_work_us
+        every = {} if noted is None else {"every_us": noted.every_us}
+        return ServedHost(scheduler_us=0.0, host_work_us=[us * slower for us in works], **every)
 
     def blocks(self, graph_bytes: int) -> int:
         """KV blocks of a rank beside graphs of so many bytes.

@@ -51,6 +51,22 @@ def expected(trace: Path, costs: CostTable = COSTS, policy: str = "eager", **of:
         ((), {}, (1500.4, 70.2), (SCHEDULER, HOST)),
         (("--steady-host",), {"steady_host": True}, (1500.4, 70.2), (SCHEDULER,)),
         (("--scheduler-us", 0), {"scheduler_us": 0.0}, (0.0, 0.0), (HOST,)),
+        (
+            ("--slower-host", 1.5), {"slower_host": 1.5}, (1500.4 * 1.425, 70.2 * 1.425),
+            (
+                "the scheduler takes 2,138 us a step, 100 more with prompts",
+                "the host takes 1.50 to 2.25 times as long as in the profile's launches, 1.80 in the mean, as was "
+                "noted while its calibration served, times 1.5 as given",
+            ),
+        ),
+        (
+            ("--slower-host", 0.8, "--steady-host", "--scheduler-us", 3),
+            {"slower_host": 0.8, "steady_host": True, "scheduler_us": 3.0}, (3.0, 0.0),
+            (
+                "the scheduler takes 3 us a step, 0 more with prompts",
+                "the host takes 0.80 times as long as in the profile's launches",
+            ),
+        ),
         (("--scheduler-us", 0, "--steady-host"), {"scheduler_us": 0.0, "steady_host": True}, (0.0, 0.0), ()),
         (
             ("--scheduler-us", 12), {"scheduler_us": 12.0}, (12.0, 0.0),
@@ -80,9 +96,48 @@ def test_a_simulation_goes_by_it_and_says_so(
     server = told["setting"]["server"]
     assert (server["scheduler_us"], server["scheduler_prompt_us"]) == times
     assert server["steady_host"] is ("--steady-host" in options)
-    slower = None if "--steady-host" in options else {"least": 1.0, "mean": pytest.approx(1.2), "most": 1.5}
-    assert told["setting"]["host_slower"] == slower
+    times = server["slower_host"]
+    assert times == of.get("slower_host", 1.0)
+    slower = {"least": 1.0, "mean": 1.2, "most": 1.5}
+    if "--steady-host" in options:
+        slower = {} if times == 1 else dict.fromkeys(slower, 1.0)
+    wanted = {name: pytest.approx(value * times) for name, value in slower.items()}
+    assert told["setting"]["host_slower"] == (wanted or None)
     assert told["traces"][0]["policies"] == [expected(trace, **of)]
+
+
+def test_a_slower_host_that_cannot_be_had_is_refused(kpolicy: Command, trace: Path, own: Path) -> None:
+    """A factor that is none, costs of no host, and starts that would all be alike."""
+
+    def refused(*options: object) -> str:
+        code, _, told = kpolicy("simulate", trace, *options)
+        assert code == 2
+        return " ".join(told.split())
+
+    for value in ("0", "-1", "10.5", "nan"):
+        told = refused("--profile", own, f"--slower-host={value}")
+        assert (
+            f"--slower-host is {value}; it is from 0.1 to 10 times as long as the profile says, 1 for just as" in told
+        )
+    told = refused("--slower-host", 1.1)
+    assert "--slower-host 1.1 needs costs that say how fast their host was, and these are analytic costs of" in told
+    assert "Give a --profile that kpolicy calibrate wrote, or leave it out." in told
+    told = refused("--profile", own, "--slower-host", 1.1, "--steady-host", "--starts", 3)
+    assert "--starts 3 begins at some of a profile's notes of the host's speed, and --steady-host" in told
+
+
+def test_other_commands_take_a_slower_host(kpolicy: Command, trace: Path, own: Path) -> None:
+    """A sweep's cases take longer. What a plan replays does; sizes are priced by the profile as it is."""
+    slower = ("--slower-host", 2)
+    sweep = ("sweep", trace, "--policy", "eager", "--window", 0, "--jobs", 1, "--profile", own, "--json")
+    took = [kpolicy(*sweep, *more).json["cases"][0]["result"]["step_us"] for more in ((), slower)]
+    assert took == [expected(trace)["step_us"], expected(trace, slower_host=2.0)["step_us"]]
+    plan = ("plan", trace, "--budget", 4, "--profile", own, "--json")
+    found = [kpolicy(*plan, *more).json for more in ((), slower)]
+    assert [each["policy"] for each in found] == ["auto", "auto"]
+    code, _, told = kpolicy("plan", trace, "--budget", 4, "--slower-host", 2)
+    assert code == 2
+    assert "--slower-host 2 needs costs that say how fast their host was" in " ".join(told.split())
 
 
 def test_a_profile_that_was_not_served_is_as_before(kpolicy: Command, trace: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import settings as run_settings
 from hypothesis import strategies as st
 
 from kpolicy.costs import CostTable, Curve, HostCost
+from kpolicy.errors import ConfigError
 from kpolicy.host_speed import launching_takes
 from kpolicy.scheduling.traces import Trace
 from kpolicy.served_host import ServedHost
@@ -65,6 +66,49 @@ def test_steps_by_hand(given: dict[str, Any], wanted: list[float]) -> None:
     A step's own time for the scheduler leaves none for prompts, unless that is given too.
     """
     assert cycles(server(**given)) == pytest.approx(wanted)
+
+
+# A table of a host twice as slow in everything, but for what launching takes of the fixed work
+TWICE = launching_takes(2.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        # Without notes, or steadily: all steps alike. The scheduler takes as much longer, unless its time is given.
+        ({"steady_host": True}, [135.0 * TWICE, *[130.0 * TWICE] * 4]),
+        ({"steady_host": True, "scheduler_us": 10.0}, [120.0 * TWICE + 10, *[120.0 * TWICE + 10] * 4]),
+        # Twice 20 or 40 us of the work, launching 1.85 or 3.55 times as long: they begin at 0, 249.75, 490.25, 934.75
+        # and 1,379.25 us, the first two in 250 us of the quicker host.
+        ({}, [249.75, 240.5, 444.5, 444.5, 444.5]),
+    ],
+)
+def test_a_slower_host_by_hand(given: dict[str, Any], wanted: list[float]) -> None:
+    """Launching, what nothing overlaps, and the scheduler's own time."""
+    found = cycles(server(slower_host=2.0, **given))
+    assert found == pytest.approx(wanted)
+    assert cycles(server(slower_host=1.0, **given)) == cycles(server(**given))
+    if "steady_host" in given:
+        bare = attrs.evolve(TABLE, served=None)
+        by_hand = [us - (15.0 if not i else 10.0) * TWICE for i, us in enumerate(wanted)]
+        if "scheduler_us" not in given:
+            assert cycles(server(slower_host=2.0), bare) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.09, 10.1, float("nan"), float("inf"), "2", None])
+def test_a_slower_host_is_a_factor(value: Any) -> None:
+    """Anything else is refused, and costs that don't say how fast their host was."""
+    with pytest.raises(ConfigError, match=r"slower_host is .*; it is from 0\.1 to 10 times as long as noted, 1 for"):
+        Server(slower_host=value)
+
+
+def test_a_slower_host_needs_the_speed_that_the_costs_are_of() -> None:
+    unnoted = attrs.evolve(TABLE, served=None, host_work_us=0.0)
+    assert cycles(server(slower_host=1.0), unnoted) == [120.0] * 5
+    with pytest.raises(
+        ConfigError, match=r"slower_host is 1\.1, and the costs 'flat' don't say how fast their host was"
+    ):
+        cycles(server(slower_host=1.1), unnoted)
 
 
 def test_a_seed_picks_the_note_that_it_begins_at() -> None:
