@@ -5,7 +5,10 @@ of the calibrations before it. Here the same arrivals are simulated, for the sam
 
 - by the calibrations one by one;
 - from `STARTS` starts among the notes of the host's speed (``kpolicy simulate --seed``), with the pairs of policies
-  that are ranked wrongly from each, and
+  that are ranked wrongly from each;
+- on a host as much slower than its notes as it was in a policy's turns (``--slower-host``; of fixed work the plain
+  mean beside the turns' steps, over the notes' mean, which are by time and from inside steps), and on one that is
+  `SLOWER` times as slow, each from all starts; and
 - by a part of the profile: its launches alone (``--scheduler-us 0 --steady-host``), with the scheduler's time
   (``--steady-host``), and with all of it,
 
@@ -21,7 +24,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import kpolicy
@@ -40,6 +43,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 """What of a profile a simulation goes by, and the server that does"""
 FIGURES = ("ttft_p50_ms", "gap_p50_ms")
+SLOWER = 1.08
 
 
 def forecast(
@@ -83,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         read_profile(path.with_name(f"{stem}-profile-{number}.json")).costs
         for number in range(1, arguments.calibrations + 1)
     ]
+    if costs.served is None or not costs.served.host_work_us:
+        parser.error(f"--result {path}: its profile doesn't say how fast the host was while its calibration served")
+    notes_us = costs.served.mean_work_us
     policies: dict[str, Any] = {}
     started: list[dict[str, dict[str, float]]] = [{} for _ in range(STARTS)]
     for policy, measured in result["served"]["policies"].items():
@@ -91,6 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return {name: round(ms / measured[name]["measured"] - 1, 4) for name, ms in found.items()}
 
         told = partial(forecast, setting, requests, policy)
+
+        def middles(told: Any = told, **known: Any) -> dict[str, float]:
+            found = [told(costs, seed, **known) for seed in range(STARTS)]
+            return {name: median(each[name] for each in found) for name in FIGURES}
+
+        turns = [turn["host_work_us"] for turn in measured["turns"]]
+        times = fmean(turns) / notes_us
+        as_noted, slower = middles(), middles(slower_host=SLOWER)
         for seed, by_policy in enumerate(started):
             by_policy[policy] = told(costs, seed)
         starts = [errors(each[policy]) for each in started]
@@ -104,6 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "most": max(each[name] for each in starts),
                 }
                 for name in FIGURES
+            },
+            "slower_host": {
+                "times": round(times, 4),
+                "turns": [round(each / notes_us, 4) for each in turns],
+                "by_it": errors(middles(slower_host=times)),
+                "moved": {name: round(slower[name] / as_noted[name] - 1, 4) for name in FIGURES},
             },
         }
         print(policy, json.dumps(policies[policy]), flush=True)
@@ -133,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "kpolicy": kpolicy.__version__,
             "run": path.name,
             "starts": STARTS,
+            "slower": SLOWER,
             "ranked_wrong_from_starts": ranked,
             "policies": policies,
         }

@@ -148,7 +148,13 @@ def plan(
     )  # fmt: skip
     if deployment.config is not None:
         found = attrs.evolve(found, model=identity(deployment.config))
-    found = attrs.evolve(found, notes=(*found.notes, *(f"{doubt}." for doubt in model.doubts)))
+    doubts = [f"{doubt}." for doubt in model.doubts]
+    if served.slower_host != 1:
+        doubts.append(
+            f"host: steps were replayed on one that is {served.slower_host:g} times as slow; their times here are by "
+            "the profile as it is."
+        )
+    found = attrs.evolve(found, notes=(*found.notes, *doubts))
     emitted = emitted_for(emit, found)
     lost: list[str] = []
     if out is not None:

@@ -100,16 +100,16 @@ class Served:
             group=_SERVER,
             negative="",
             show_default=False,
-            help="The host keeps the speed that the profile's launches are of. By default it changes as was noted "
-            "while the profile's calibration served, if it was.",
+            help="The host keeps the speed that the profile's launches are of, times --slower-host. By default it "
+            "changes as was noted while the profile's calibration served, if it was.",
         ),
     ] = False
     slower_host: Annotated[
         float,
         Parameter(
             group=_SERVER,
-            help="The host takes so many times as long as the profile says, launching and scheduling: what a busier "
-            "host would make of it.",
+            help="Fixed work takes the host so many times as long as the profile noted: what a busier host makes of "
+            "it. Launching and scheduling go with it by 85%: 1.1 makes them 8.5% longer.",
         ),
     ] = 1.0
     ranks: Annotated[
@@ -181,7 +181,7 @@ class Served:
         if not LEAST_SLOWER <= self.slower_host <= MOST_SLOWER:
             raise ConfigError(
                 f"--slower-host is {self.slower_host:g}; it is from {LEAST_SLOWER:g} to {MOST_SLOWER:g} times as long "
-                "as the profile says, 1 for just as long."
+                "as the profile noted, 1 for just as long."
             )
         if self.slower_host != 1 and not model.costs.host_work_us:
             raise ConfigError(

@@ -85,8 +85,7 @@ def simulate_command(
         return 0
     model = served.costs(deployment)
     server = served.server(deployment, model)
-    noted = server.host_speed(model.costs)
-    if starts > 1 and (noted is None or len(noted.host_work_us) == 1):
+    if starts > 1 and not _noted(model, server):
         raise ConfigError(
             f"--starts {starts} begins at some of a profile's notes of the host's speed, and "
             f"{'--steady-host leaves them out' if server.steady_host else f'there are none in {model.what}'}; leave "
@@ -195,18 +194,27 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
     elif model.costs.measured and model.costs.served is None:
         lines.append("the profile says nothing of the scheduler's time, taken as 0 us: --scheduler-us gives it")
     if (slower := _slower(model, server)) is not None:
-        least, most = slower["least"], slower["most"]
-        times = f"{least:.2f} to {most:.2f}" if least < most else f"{least:.2f}"
-        line = f"the host takes {times} times as long as in the profile's launches"
-        if least < most:
-            line += f", {slower['mean']:.2f} in the mean, as was noted while its calibration served"
-        given = server.slower_host
-        lines.append(line + (f", times {given:g} as given" if given != 1 and least < most else ""))
+        given, least, most = server.slower_host, slower["least"], slower["most"]
+        if _noted(model, server):
+            lines.append(
+                f"the host takes {least:.2f} to {most:.2f} times as long as in the profile's launches, "
+                f"{slower['mean']:.2f} in the mean, "
+                + (f"{given:g} times what" if given != 1 else "as")
+                + " was noted while its calibration served"
+            )
+        else:
+            lines.append(f"the host takes {least:.2f} times as long as in the profile's launches, as given")
     return lines
 
 
+def _noted(model: CostModel, server: Server) -> bool:
+    """Whether the host's speed changes as was noted."""
+    served = model.costs.served
+    return served is not None and bool(served.host_work_us) and not server.steady_host
+
+
 def _slower(model: CostModel, server: Server) -> dict[str, float] | None:
-    """How many times as long as in the profile's launches the host takes, where its speed changes as was noted."""
+    """How many times as long as in the profile's launches the host takes, where it changes as noted or is slower."""
     noted = server.host_speed(model.costs)
     return None if noted is None else noted.slower(model.costs.host_work_us)
 

@@ -121,7 +121,8 @@ def simulate(
             happen; the result is the same.
         host_speed: how fast the host was when, where that changed: each step's host times are those of its time
             (`CostTable.at_host_speed`), while decisions rest on `costs`, as in production. Steps then go one by one. By
-            default it is what the costs noted while they were calibrated (`Server.steady_host`), if anything.
+            default it is what the costs noted while they were calibrated (`Server.steady_host`), if anything. It takes
+            the place of `Server.slower_host`, beside which it is refused.
         eager_sizes: tokens of eager launches that the process ran before: they take no `StepEffects.eager_new_us`.
 
     Raises:
@@ -136,6 +137,13 @@ def simulate(
         )
     if host_speed is not None:
         check_kind("host_speed", host_speed, HostSpeeds, "HostSpeeds([(us, work_us)])")
+        if server.slower_host != 1:
+            raise ConfigError(
+                f"host_speed says how fast the host was when, and slower_host is {server.slower_host:g} times as slow "
+                "as the costs noted; give one of the two."
+            )
+    # What costs can't tell is said before anything is captured.
+    server.host_speed(costs)
     seed = whole_number("seed", seed, 0, LARGEST_COUNT)
     engine = Engine(
         policy, attention=attention, ladder=ladder, settings=server.settings, costs=costs, objective=objective,

@@ -91,9 +91,11 @@ class Server:
             likewise, but 0 beside a `scheduler_us`.
         steady_host: whether the host keeps the speed that the costs are of. By default it changes as was noted while a
             calibration served (`CostTable.served`), where it was.
-        slower_host: how many times as long as that the host takes, launching and scheduling
-            (`kpolicy.host_speed.launching_takes`): what a busier host than the calibration's would make of it. A
-            `scheduler_us` or `scheduler_prompt_us` that is given stays as it is.
+        slower_host: how many times as long fixed work takes the host as the costs noted, or with `steady_host` as what
+            the costs are of: what a busier host than the calibration's makes of it. Launching and scheduling go with it
+            by 85% (`kpolicy.host_speed.launching_takes`): 1.1 makes them 8.5% longer. A `scheduler_us`,
+            `scheduler_prompt_us` or `draft_us` that is given stays as it is, and so do captures. Policies aren't told:
+            decisions rest on the costs as they are.
         gap_tail: whether `auto` is told the longest gaps so far, as by kpolicy's own batcher (`kpolicy.scheduling.
             gap_tail`); not with several ranks.
         pace: a policy: a step that has decodes takes as many prompt tokens as the objective says of the gap, as long
@@ -106,7 +108,8 @@ class Server:
         service_level: what a good request gets.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range. Costs that don't say how fast their host was are refused where they are
+            simulated with a `slower_host`.
     """
 
     settings: Settings = attrs.field(factory=lambda: Settings(max_num_tokens=2048))
@@ -141,7 +144,9 @@ class Server:
             if value is not None and not (isinstance(value, Real) and 0 <= float(value) < 1e9):
                 raise ConfigError(f"{name} is {value!r:.80}; it is microseconds from 0 up, or None for the costs' own.")
         slower = self.slower_host
-        if not (isinstance(slower, Real) and LEAST_SLOWER <= float(slower) <= MOST_SLOWER):
+        if not (
+            isinstance(slower, Real) and not isinstance(slower, bool) and LEAST_SLOWER <= float(slower) <= MOST_SLOWER
+        ):
             raise ConfigError(
                 f"slower_host is {slower!r:.80}; it is from {LEAST_SLOWER:g} to {MOST_SLOWER:g} times as long as "
                 "noted, 1 for just as long."
@@ -159,7 +164,8 @@ class Server:
     def host_speed(self, costs: CostTable) -> ServedHost | None:
         """What the costs noted of the host's speed while they were calibrated, where it is to change so.
 
-        Of a `slower_host` the notes are so many times as long, and where there are none one, of what the costs are of.
+        Of a `slower_host` the notes are so many times as long. Where there are none, or with `steady_host`, it is one
+        note then: the costs' own speed, so many times as long.
 
         Raises:
             ConfigError: there is a `slower_host`, and the costs don't say how fast theirs was.

@@ -38,3 +38,20 @@ def test_calibrations_behind_the_run_forecast_nothing(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="2"):
         main(("--result", str(RESULTS / f"fidelity-{NAME}.json"), *SERVED))
     assert "calibrations made after the run too" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the traces lie beside the repository and aren't here")
+def test_a_profile_that_did_not_serve_forecasts_no_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """How slow the host was in the run is told by what it noted."""
+    stem = f"fidelity-{NAME}-before"
+    result = tmp_path / f"{stem}.json"
+    result.write_bytes((RESULTS / result.name).read_bytes())
+    profile = json.loads((RESULTS / f"{stem}-profile.json").read_text(encoding="utf-8"))
+    del profile["costs"]["served"]
+    (tmp_path / f"{stem}-profile.json").write_text(json.dumps(profile))
+    for number in range(1, 4):
+        name = f"fidelity-{NAME}-profile-{number}.json"
+        (tmp_path / name).write_bytes((RESULTS / name).read_bytes())
+    with pytest.raises(SystemExit, match="2"):
+        main(("--result", str(result), *SERVED))
+    assert "its profile doesn't say how fast the host was while its calibration served" in capsys.readouterr().err

@@ -55,8 +55,8 @@ def expected(trace: Path, costs: CostTable = COSTS, policy: str = "eager", **of:
             ("--slower-host", 1.5), {"slower_host": 1.5}, (1500.4 * 1.425, 70.2 * 1.425),
             (
                 "the scheduler takes 2,138 us a step, 100 more with prompts",
-                "the host takes 1.50 to 2.25 times as long as in the profile's launches, 1.80 in the mean, as was "
-                "noted while its calibration served, times 1.5 as given",
+                "the host takes 1.50 to 2.25 times as long as in the profile's launches, 1.80 in the mean, 1.5 times "
+                "what was noted while its calibration served",
             ),
         ),
         (
@@ -64,7 +64,7 @@ def expected(trace: Path, costs: CostTable = COSTS, policy: str = "eager", **of:
             {"slower_host": 0.8, "steady_host": True, "scheduler_us": 3.0}, (3.0, 0.0),
             (
                 "the scheduler takes 3 us a step, 0 more with prompts",
-                "the host takes 0.80 times as long as in the profile's launches",
+                "the host takes 0.80 times as long as in the profile's launches, as given",
             ),
         ),
         (("--scheduler-us", 0, "--steady-host"), {"scheduler_us": 0.0, "steady_host": True}, (0.0, 0.0), ()),
@@ -117,7 +117,7 @@ def test_a_slower_host_that_cannot_be_had_is_refused(kpolicy: Command, trace: Pa
     for value in ("0", "-1", "10.5", "nan"):
         told = refused("--profile", own, f"--slower-host={value}")
         assert (
-            f"--slower-host is {value}; it is from 0.1 to 10 times as long as the profile says, 1 for just as" in told
+            f"--slower-host is {value}; it is from 0.1 to 10 times as long as the profile noted, 1 for just as" in told
         )
     told = refused("--slower-host", 1.1)
     assert "--slower-host 1.1 needs costs that say how fast their host was, and these are analytic costs of" in told
@@ -134,7 +134,12 @@ def test_other_commands_take_a_slower_host(kpolicy: Command, trace: Path, own: P
     assert took == [expected(trace)["step_us"], expected(trace, slower_host=2.0)["step_us"]]
     plan = ("plan", trace, "--budget", 4, "--profile", own, "--json")
     found = [kpolicy(*plan, *more).json for more in ((), slower)]
-    assert [each["policy"] for each in found] == ["auto", "auto"]
+    as_noted, slower_notes = ([note for note in each["notes"] if note.startswith("host")] for each in found)
+    assert as_noted == []
+    [note] = slower_notes
+    assert note.startswith(
+        "host: steps were replayed on one that is 2 times as slow; their times here are by the profile"
+    )
     code, _, told = kpolicy("plan", trace, "--budget", 4, "--slower-host", 2)
     assert code == 2
     assert "--slower-host 2 needs costs that say how fast their host was" in " ".join(told.split())

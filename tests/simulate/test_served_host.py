@@ -95,7 +95,7 @@ def test_a_slower_host_by_hand(given: dict[str, Any], wanted: list[float]) -> No
             assert cycles(server(slower_host=2.0), bare) == pytest.approx(by_hand)
 
 
-@pytest.mark.parametrize("value", [0, -1, 0.09, 10.1, float("nan"), float("inf"), "2", None])
+@pytest.mark.parametrize("value", [0, -1, 0.09, 10.1, float("nan"), float("inf"), "2", None, True])
 def test_a_slower_host_is_a_factor(value: Any) -> None:
     """Anything else is refused, and costs that don't say how fast their host was."""
     with pytest.raises(ConfigError, match=r"slower_host is .*; it is from 0\.1 to 10 times as long as noted, 1 for"):
