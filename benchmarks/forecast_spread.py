@@ -63,6 +63,11 @@ def forecast(
     return {name: us / 1e3 for name, us in zip(FIGURES, (result.ttft.p50, result.gap.p50), strict=True)}
 
 
+def middles(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each figure the middle."""
+    return {name: median(each[name] for each in found) for name in FIGURES}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=input_file, required=True, help="what benchmarks.fidelity wrote of the run")
@@ -99,16 +104,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         told = partial(forecast, setting, requests, policy)
 
-        def middles(told: Any = told, **known: Any) -> dict[str, float]:
-            found = [told(costs, seed, **known) for seed in range(STARTS)]
-            return {name: median(each[name] for each in found) for name in FIGURES}
+        def from_starts(told: Any = told, **known: Any) -> list[dict[str, float]]:
+            return [told(costs, seed, **known) for seed in range(STARTS)]
 
+        as_noted = from_starts()
+        for by_policy, each in zip(started, as_noted, strict=True):
+            by_policy[policy] = each
+        starts = list(map(errors, as_noted))
         turns = [turn["host_work_us"] for turn in measured["turns"]]
         times = fmean(turns) / notes_us
-        as_noted, slower = middles(), middles(slower_host=SLOWER)
-        for seed, by_policy in enumerate(started):
-            by_policy[policy] = told(costs, seed)
-        starts = [errors(each[policy]) for each in started]
+        usual, slower, as_slow = map(
+            middles, (as_noted, from_starts(slower_host=SLOWER), from_starts(slower_host=times))
+        )
         policies[policy] = {
             "by_part": {name: errors(told(costs, **known)) for name, known in KNOWN.items()},
             "by_calibration": [errors(told(each)) for each in singles],
@@ -123,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "slower_host": {
                 "times": round(times, 4),
                 "turns": [round(each / notes_us, 4) for each in turns],
-                "by_it": errors(middles(slower_host=times)),
-                "moved": {name: round(slower[name] / as_noted[name] - 1, 4) for name in FIGURES},
+                "by_it": errors(as_slow),
+                "moved": {name: round(slower[name] / usual[name] - 1, 4) for name in FIGURES},
             },
         }
         print(policy, json.dumps(policies[policy]), flush=True)

@@ -85,7 +85,7 @@ def simulate_command(
         return 0
     model = served.costs(deployment)
     server = served.server(deployment, model)
-    if starts > 1 and not _noted(model, server):
+    if starts > 1 and server.noted_speed(model.costs) is None:
         raise ConfigError(
             f"--starts {starts} begins at some of a profile's notes of the host's speed, and "
             f"{'--steady-host leaves them out' if server.steady_host else f'there are none in {model.what}'}; leave "
@@ -195,7 +195,7 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
         lines.append("the profile says nothing of the scheduler's time, taken as 0 us: --scheduler-us gives it")
     if (slower := _slower(model, server)) is not None:
         given, least, most = server.slower_host, slower["least"], slower["most"]
-        if _noted(model, server):
+        if server.noted_speed(model.costs) is not None:
             lines.append(
                 f"the host takes {least:.2f} to {most:.2f} times as long as in the profile's launches, "
                 f"{slower['mean']:.2f} in the mean, "
@@ -207,16 +207,10 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
     return lines
 
 
-def _noted(model: CostModel, server: Server) -> bool:
-    """Whether the host's speed changes as was noted."""
-    served = model.costs.served
-    return served is not None and bool(served.host_work_us) and not server.steady_host
-
-
 def _slower(model: CostModel, server: Server) -> dict[str, float] | None:
     """How many times as long as in the profile's launches the host takes, where it changes as noted or is slower."""
-    noted = server.host_speed(model.costs)
-    return None if noted is None else noted.slower(model.costs.host_work_us)
+    speed = server.host_speed(model.costs)
+    return None if speed is None else speed.slower(model.costs.host_work_us)
 
 
 def _report(

@@ -142,9 +142,9 @@ def simulate(
                 f"host_speed says how fast the host was when, and slower_host is {server.slower_host:g} times as slow "
                 "as the costs noted; give one of the two."
             )
-    # What costs can't tell is said before anything is captured.
-    server.host_speed(costs)
     seed = whole_number("seed", seed, 0, LARGEST_COUNT)
+    noted = server.host_speed(costs)
+    speed = host_speed if host_speed is not None or noted is None else noted.begun_at(seed)
     engine = Engine(
         policy, attention=attention, ladder=ladder, settings=server.settings, costs=costs, objective=objective,
         executor=counting_executor(costs), budget=budget,
@@ -152,7 +152,7 @@ def simulate(
     engine.capture()
     run = _Simulation(
         trace.requests if isinstance(trace, Trace) else trace, engine, server,
-        seed=seed, on_step=on_step, on_decodes=on_decodes, host_speed=host_speed, eager_sizes=eager_sizes,
+        seed=seed, on_step=on_step, on_decodes=on_decodes, host_speed=speed, eager_sizes=eager_sizes,
     )  # fmt: skip
     interrupted = ""
     told_each = on_step is not None and on_decodes is None
@@ -175,12 +175,11 @@ class _Simulation:
 
     def __init__(
         self, requests: Iterable[TraceRequest], engine: Engine, server: Server, *, seed: int, on_step: OnStep | None,
-        on_decodes: OnDecodes | None, host_speed: HostSpeeds | None, eager_sizes: Collection[int],
+        on_decodes: OnDecodes | None, host_speed: HostSpeeds | ServedHost | None, eager_sizes: Collection[int],
     ) -> None:  # fmt: skip
         self.costs = engine.costs
         self.hosts = [HostState(engine.costs, eager_sizes) for _ in range(server.ranks)]
-        noted = server.host_speed(engine.costs)
-        self.host_speed = host_speed if host_speed is not None or noted is None else noted.begun_at(seed)
+        self.host_speed = host_speed
         self.work_us: float | None = None
         """What the fixed work takes now, where the host's speed was noted"""
         self.at_speed: dict[tuple[int, float], StepCosts] = {}

@@ -161,17 +161,21 @@ class Server:
         by_costs = (0.0, 0.0) if served is None else (served.scheduler_us * times, served.scheduler_prompt_us * times)
         return by_costs if self.scheduler_prompt_us is None else (by_costs[0], self.scheduler_prompt_us)
 
-    def host_speed(self, costs: CostTable) -> ServedHost | None:
-        """What the costs noted of the host's speed while they were calibrated, where it is to change so.
+    def noted_speed(self, costs: CostTable) -> ServedHost | None:
+        """What the costs noted of the host's speed while they were calibrated, where it is to change so."""
+        served = costs.served
+        return served if served is not None and served.host_work_us and not self.steady_host else None
 
-        Of a `slower_host` the notes are so many times as long. Where there are none, or with `steady_host`, it is one
-        note then: the costs' own speed, so many times as long.
+    def host_speed(self, costs: CostTable) -> ServedHost | None:
+        """How fast the host is when: as `noted_speed`, times `slower_host`; None where it keeps the costs' own speed.
+
+        Of a `slower_host` without notes, or with `steady_host`, it is one note: the costs' own speed, so many times as
+        long.
 
         Raises:
             ConfigError: there is a `slower_host`, and the costs don't say how fast theirs was.
         """
-        served, slower = costs.served, self.slower_host
-        noted = served if served is not None and served.host_work_us and not self.steady_host else None
+        noted, slower = self.noted_speed(costs), self.slower_host
         if slower == 1:
             return noted
         if not costs.host_work_us:
