@@ -185,13 +185,18 @@ def test_a_row_that_is_longer_has_more_programs(monkeypatch: pytest.MonkeyPatch)
 
 
 def _shared_by_hand(blocks: list[int], programs: int, most: int) -> list[tuple[int, int, int]]:
-    """Of each row (how many programs, blocks of each, class): the least share with room for all, tried from 1 up."""
+    """Of each row (how many programs, blocks of each, class): the least share with room for all, tried from 1 up.
+
+    Where more programs than run at once are needed for a share over three quarters of the longest row, that row's.
+    """
     room = min(len(blocks) * most, max(programs, len(blocks) + programs // 2))
     share = next(
         each
         for each in itertools.count(1)
         if sum(-(-row // each) for row in blocks) <= room and -(-max(blocks) // each) <= most
     )
+    if sum(-(-row // share) for row in blocks) > programs and share > 0.75 * max(blocks):
+        share = max(blocks)
     own = [-(-row // -(-row // share)) for row in blocks]
     return [(-(-row // each), each, min(3, 4 * each // (share + 1))) for row, each in zip(blocks, own, strict=True)]
 

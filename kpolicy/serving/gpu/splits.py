@@ -122,6 +122,9 @@ def _share_out(plan_ptr, heads_ptr, arrivals_ptr, starts_ptr, lens_ptr, num_reqs
             share = middle
         else:
             under = middle
+    # More programs than run at once are two rounds of them, which a share that is little less than a row isn't worth.
+    beyond = tl.sum(tl.cdiv(blocks, share), 0) > PROGRAMS
+    share = tl.where(beyond & (share * 4 > longest * 3), longest, share)
     # Parts of a row are as even as whole blocks allow.
     own = tl.maximum(tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, share), 1)), 1)
     parts = tl.cdiv(blocks, own)
