@@ -1049,6 +1049,89 @@ def test_why_further_rows_may_cost_is_told_by_hand() -> None:
     assert f"the longest {min(longest):.1f} to {max(longest):.1f} times the mean" in words
 
 
+WHOLE = "attention_whole"
+LITTLE_LONGER = {
+    "1B/48 x 1000": "Llama-3.2-1B, 48 x 1,000", "1B/60 x 1000": "Llama-3.2-1B, 60 x 1,000",
+    "8B/48 x 1000": "Llama-3.1-8B, 48 x 1,000", "8B/60 x 1000": "Llama-3.1-8B, 60 x 1,000",
+    "0.5B/160 x 1000": "Qwen2.5-0.5B, 160 x 1,000", "dsv2lite/160 x 1000": "DeepSeek-V2-Lite, 160 x 1,000",
+}  # fmt: skip
+"""Cells of rows that a share halved, and what the page calls them"""
+
+
+def test_rows_that_are_little_longer_than_a_share_are_told_as_they_came_out() -> None:
+    """They are those whose results differ at all; with the run before theirs, what they take of what they took."""
+    words = " ".join("\n".join(DOC).split())
+    cells, then = read(WHOLE)["cells"], read(UNEVEN)["cells"]
+    start = DOC.index("| even rows, KV | 95234a3 / now | in a graph of 160 |") + 2
+    for line, (name, told) in zip(DOC[start:], LITTLE_LONGER.items(), strict=False):
+        found = cells[name]
+        own = smallest(found)
+        larger = "" if own == "160" else before_and_now(found, "160")
+        assert [cell.strip() for cell in line.split("|")[1:-1]] == [told, before_and_now(found, own), larger]
+    assert not DOC[start + len(LITTLE_LONGER)].startswith("|")
+    assert {name for name, found in cells.items() if found["before"]["relative_difference"]} == {*LITTLE_LONGER}
+    assert all(found["now"]["same_bits"] for found in cells.values())
+    own = [cells[name]["after"][smallest(cells[name])] for name in LITTLE_LONGER]
+    took = [then[name]["after"][smallest(then[name])] for name in LITTLE_LONGER]
+    both = [us[0] * before[0] for us, before in zip(own, took, strict=True)]
+    assert (
+        f"What took {least_to_most(took)} of before takes {least_to_most(own)} of that**, and so, both runs' ratios "
+        f"times each other, {min(both):.2f} to {max(both):.2f} of what it took before 95234a3."
+    ) in words
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for link, page in (("docs/measured_gpu.md", changes), ("measured_gpu.md", GUIDE)):
+        link += "#rows-that-are-little-longer-than-a-share"
+        told = f"took {least_to_most(took)} of the time before shares, and take [{min(both):.2f} to {max(both):.2f}]"
+        assert f"{told}({link}) with it." in page
+    large = [value for name, value in zip(LITTLE_LONGER, both, strict=True) if name.startswith("8B/")]
+    assert f"above what they took before 95234a3, {large[0]:.2f} and {large[1]:.2f} (both in" in words
+    assert min(large) > 1
+    assert max(each for each in both if each not in large) < min(large)
+    rest = [found for name, found in cells.items() if name not in LITTLE_LONGER]
+    smallest_of = [found["after"][smallest(found)] for found in rest]
+    every = [each for found in rest for each in found["after"].values()]
+    assert f"In the other {len(rest)} cells nothing changes" in words
+    assert f"Times are {least_to_most(smallest_of)} in the smallest graph and {least_to_most(every)} in all" in words
+    differ = max(cells[name]["before"]["relative_difference"] for name in LITTLE_LONGER)
+    assert f"In the six results differ by at most {differ:.1%} from those of before." in words
+
+
+def test_what_was_tried_for_further_rows_is_told_as_it_came_out() -> None:
+    """One program fewer, and more for a row, on the cell that they are for and on all others."""
+    words, cells = " ".join("\n".join(DOC).split()), read(WHOLE)["cells"]
+    odd, few, long = "dsv2lite/8 x 4000 uneven", "0.5B/16 x 4000 uneven", "dsv2lite/16 x 4000 uneven"
+    us = cells[odd]["now"]["layer_us"]
+    larger = [us[graph] for graph in us if graph != "8"]
+    assert (
+        f"that take {us['8']} us a layer in a graph of 8 and {min(larger)} to {max(larger)} in those of 16 to" in words
+    )
+    ratios = {
+        variant: {name: found[variant]["over_now"] for name, found in cells.items()} for variant in ("fewer", "most64")
+    }
+    fewer, own = cells[odd]["fewer"]["layer_us"], ratios["fewer"][odd]
+    middle = [graph for graph in own if graph not in {"8", "160"}]
+    took, of_now = [fewer[graph] for graph in middle], least_to_most([own[graph] for graph in middle])
+    assert (
+        f"{min(took)} to {max(took)} us in graphs of 16 to 80, {of_now} of the time, and {fewer['160']} in one of 160."
+    ) in words
+    others = [
+        each for name, of in ratios["fewer"].items() for graph, each in of.items()
+        if name != few and (name, graph) not in {(odd, graph) for graph in middle}
+    ]  # fmt: skip
+    price = least_to_most([*ratios["fewer"][few].values()])
+    assert f"Its price is {price} on 16 x 4,000 uneven of Qwen2.5-0.5B; all else is {least_to_most(others)}." in words
+    assert {(grid_of("dsv2lite", rows), grid_of("dsv2lite", rows) - 1) for rows in (16, 32, 80)} == {(264, 263)}
+    more, own = cells[odd]["most64"]["layer_us"], ratios["most64"][odd]
+    rest = [each for graph, each in own.items() if graph != "8"]
+    assert (
+        f"{min(more.values())} to {max(more.values())} us in every graph, {own['8'][0]:.2f} in that of 8 and "
+        f"{least_to_most(rest)} in the others. 16 x 4,000 uneven of that model take "
+        f"{least_to_most([*ratios['most64'][long].values()])}; all else is "
+    ) in words
+    others = [each for name, of in ratios["most64"].items() if name not in {odd, long} for each in of.values()]
+    assert f"all else is {least_to_most(others)}." in words
+
+
 def test_host_time_of_a_step_is_told_as_its_results_have_it() -> None:
     """Ratios and microseconds by rows, in a row and in turn, now and before."""
     now, before = (
