@@ -433,6 +433,24 @@ def test_what_the_page_says_of_steps_and_verdicts_first_is_so() -> None:
     assert f"and what its scheduler took: every median of all six is within {max(told_speed):.1%}" in TOLD
 
 
+def test_cells_over_all_turns_are_told() -> None:
+    """Of the latest run of each model: single steps of every turn, by all calibrations and by those before alone."""
+    told = []
+    for name in (LITE, LATEST):
+        steps = sum(
+            row["steps"] for row in earlier.written(name)["by_own_speed"]["all_turns"]
+            if row["regime"] == "all" and row["mode"] == "all"
+        )  # fmt: skip
+        assert max(all_turns(name).values()) <= earlier.MOST
+        told.append(f"{steps:,} {'steps ' * (name == LITE)}within {max(all_turns(name).values()):.1%}")
+    assert f"every cell of both is within 5%**, DeepSeek-V2-Lite's {told[0]} and the 0.5B's {told[1]};" in TOLD
+    assert max(all_turns(LITE + ALONE).values()) <= earlier.MOST
+    alone = earlier.written(LATEST + ALONE)["by_own_speed"]["all_turns"]
+    (over,) = (row for row in alone if row["regime"] != "all" and row["error"] > earlier.MOST)
+    told = f"{over['steps']} steps with {over['time_share']:.2%} of the time, {over['error']:.1%}."
+    assert f"by the three calibrations before alone all are but one of the 0.5B's, {told}" in TOLD
+
+
 def test_what_the_page_says_of_verdicts_first_is_so() -> None:
     """Which runs hold, told the host's speed and as forecasts, by what the others don't, and by three calibrations."""
     assert [name for name in RUNS if holds(name)] == [LITE, LATEST]
