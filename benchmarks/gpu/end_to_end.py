@@ -16,7 +16,8 @@ beside a prompt when the decode half was done on the device. `steps` and failure
 rounds' own ratios, above 1 where the policy is better, with the interval from `ratio_low` to `ratio_high`. `served` is
 the requests that every round served at least. Runs are short and many, as hosts change their speed; a round that a run
 was cut off in is served again, whole. The table has whole rounds alone: one that not every policy of the file served to
-its end is left out. `date` is the run's, as a load may have been served in two.
+its end is left out. `date` is the run's, as a load may have been served in two: of those the table has the older one
+only where the newer one has fewer rounds.
 
 Run: ``python -m benchmarks.gpu.end_to_end --config FILE --traces ../shared/traces --out FILE``; a run goes on where its
 file ends. ``--summary FILES... --json end_to_end.json`` makes the table.
@@ -250,6 +251,22 @@ def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def table(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of all files, but those of a load that a newer file has of the same model, in as many rounds or more."""
+    rows = [row for data in files for row in summarise(data)]
+    runs = {(row["model"], row["load"], row["date"], row["repeats"]) for row in rows}
+
+    def superseded(row: dict[str, Any]) -> bool:
+        of = (row["model"], row["load"])
+        return any(
+            (model, load) == of and date > row["date"] and repeats >= row["repeats"]
+            for model, load, date, repeats in runs
+            if "unstated" not in (date, row["date"])
+        )
+
+    return [row for row in rows if not superseded(row)]
+
+
 def _ratio(mine: float, other: float, up: bool) -> float:
     over, under = (mine, other) if up else (other, mine)
     return over / under if under else math.nan
@@ -267,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument("--summary", type=input_file, nargs="+", required=True)
         parser.add_argument("--json", type=output_file, required=True)
         options = parser.parse_args(argv)
-        rows = [row for file in options.summary for row in summarise(json.loads(file.read_text()))]
+        rows = table([json.loads(file.read_text()) for file in options.summary])
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
         return 0
     add_options(parser, seconds=400.0)
