@@ -17,7 +17,7 @@ rounds' own ratios, above 1 where the policy is better, with the interval from `
 the requests that every round served at least. Runs are short and many, as hosts change their speed; a round that a run
 was cut off in is served again, whole. The table has whole rounds alone: one that not every policy of the file served to
 its end is left out. `date` is the run's, as a load may have been served in two: of those the table has the older one
-only where the newer one has fewer rounds.
+too where the newer one has fewer rounds, requests or policies.
 
 Run: ``python -m benchmarks.gpu.end_to_end --config FILE --traces ../shared/traces --out FILE``; a run goes on where its
 file ends. ``--summary FILES... --json end_to_end.json`` makes the table.
@@ -32,6 +32,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -252,19 +253,30 @@ def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of all files, but those of a load that a newer file has of the same model, in as many rounds or more."""
-    rows = [row for data in files for row in summarise(data)]
-    runs = {(row["model"], row["load"], row["date"], row["repeats"]) for row in rows}
+    """All files' rows. Of two runs of a model's load the newer stands alone if it has all that the older one has.
 
-    def superseded(row: dict[str, Any]) -> bool:
-        of = (row["model"], row["load"])
-        return any(
-            (model, load) == of and date > row["date"] and repeats >= row["repeats"]
-            for model, load, date, repeats in runs
-            if "unstated" not in (date, row["date"])
+    That is its policies, and as many rounds and requests. A run without a date replaces none, and none replaces it.
+    """
+    runs = [summarise(data) for data in files]
+    loads: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in chain(*runs):
+        loads.setdefault((row["model"], row["load"], row["date"]), []).append(row)
+
+    def replaced(row: dict[str, Any]) -> bool:
+        own = loads[row["model"], row["load"], row["date"]]
+        return row["date"] != "unstated" and any(
+            (model, load) == (row["model"], row["load"])
+            and date != "unstated"
+            and date > row["date"]
+            and {each["policy"] for each in own} <= {each["policy"] for each in other}
+            and all(
+                min(each[count] for each in other) >= min(each[count] for each in own)
+                for count in ("repeats", "served")
+            )
+            for (model, load, date), other in loads.items()
         )
 
-    return [row for row in rows if not superseded(row)]
+    return [row for rows in runs for row in rows if not replaced(row)]
 
 
 def _ratio(mine: float, other: float, up: bool) -> float:

@@ -150,11 +150,16 @@ def advise(source: str, runs: Sequence[Run], plans: Sequence[Planned], within: S
         details += _held_out(plan)
     paste = paste_of(best, server)
     if engine_of(best.policy) is None:
-        # What can be done in a serving engine as it is.
+        paste += paste_for_kpolicy(best, plans)
+        # What can be done in a serving engine as it is, and what that is worth: another policy, with its own sizes.
         in_engine = [run for run in within if engine_of(run.policy) is not None]
         if in_engine:
-            paste += paste_of(best_of(in_engine), server)
-        paste += paste_for_kpolicy(best, plans)
+            other = best_of(in_engine)
+            worth = f"{_graphs(other)}, {_mib(other.result.graph_bytes)} of graph memory, {_against(other, best)}"
+            paste += [
+                attrs.evolve(each, how=f"{each.how}. That is not {best.policy} but {other.name}: {worth}")
+                for each in paste_of(other, server)
+            ]
     return Advice(sentence=sentence, details=tuple(details), paste=tuple(paste), best=best)
 
 

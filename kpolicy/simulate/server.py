@@ -198,6 +198,7 @@ class Server:
         if blocks < 1:
             raise ConfigError(
                 f"captured graphs take the room of {taken} KV tokens, and there are {self.kv_tokens} in blocks of "
-                f"{self.block_size}: nothing is left for requests. Raise the KV capacity, or capture fewer graphs."
+                f"{self.block_size}: nothing is left for requests. Raise the KV capacity (--kv-tokens), "
+                "or capture fewer graphs (--ladder, --policy)."
             )
         return blocks

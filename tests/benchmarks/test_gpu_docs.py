@@ -889,6 +889,12 @@ def least_to_most(ratios: list[list[float]]) -> str:
     return f"{min(ratios)[0]:.2f} to {max(ratios)[0]:.2f}"
 
 
+def linked(part: str) -> list[tuple[str, str]]:
+    """The link to a part of the page that the changes have, and the guide's, each with what has it."""
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    return [(f"docs/measured_gpu.md#{part}", changes), (f"measured_gpu.md#{part}", GUIDE)]
+
+
 def test_what_lengths_are_worth_is_told_as_it_came_out() -> None:
     """Ranges on every page that has them, the best and the worst cell, who is slower, and that results are right."""
     words, cells = " ".join("\n".join(DOC).split()), read(UNEVEN)["cells"]
@@ -898,8 +904,7 @@ def test_what_lengths_are_worth_is_told_as_it_came_out() -> None:
         f"On uneven rows attention takes {uneven} of the time so, on even ones {even}**, in the smallest graph that "
         f"the rows fit in; over all graphs {all_uneven} and {all_even}."
     ) in words
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    for link, page in (("docs/measured_gpu.md#decode-attention", changes), ("measured_gpu.md#decode-attention", GUIDE)):
+    for link, page in linked("decode-attention"):
         assert (
             f"On an H200 uneven rows take [{uneven} of what they took]({link}) in the smallest graph that they fit in, "
             f"even ones {even}; over all graphs {all_uneven} and {all_even}."
@@ -1078,15 +1083,17 @@ def test_rows_that_are_little_longer_than_a_share_are_told_as_they_came_out() ->
         f"What took {least_to_most(took)} of before takes {least_to_most(own)} of that**, and so, both runs' ratios "
         f"times each other, {min(both):.2f} to {max(both):.2f} of what it took before 95234a3."
     ) in words
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    for link, page in (("docs/measured_gpu.md", changes), ("measured_gpu.md", GUIDE)):
-        link += "#rows-that-are-little-longer-than-a-share"
-        told = f"took {least_to_most(took)} of the time before shares, and take [{min(both):.2f} to {max(both):.2f}]"
-        assert f"{told}({link}) with it." in page
+    for link, page in linked("rows-that-are-little-longer-than-a-share"):
+        told = f"took {least_to_most(took)} of the time before shares, and take, by both runs' ratios together, "
+        assert f"{told}[{min(both):.2f} to {max(both):.2f}]({link}) with it." in page
     large = [value for name, value in zip(LITTLE_LONGER, both, strict=True) if name.startswith("8B/")]
     assert f"above what they took before 95234a3, {large[0]:.2f} and {large[1]:.2f} (both in" in words
     assert min(large) > 1
     assert max(each for each in both if each not in large) < min(large)
+    assert f"that were slower are {min(both):.2f} to {max(both):.2f} [since d32f9e4]" in words
+    sixty = cells["8B/60 x 1000"]["after"]
+    told = f"60 rows, {sixty['80'][0]:.2f} and {sixty['160'][0]:.2f}, are hardly beyond that."
+    assert told in words
     rest = [found for name, found in cells.items() if name not in LITTLE_LONGER]
     smallest_of = [found["after"][smallest(found)] for found in rest]
     every = [each for found in rest for each in found["after"].values()]

@@ -532,11 +532,14 @@ def test_rounds_that_a_policy_lacks_do_not_count() -> None:
 
 
 def test_a_newer_run_of_a_load_stands_for_an_older_one() -> None:
-    """In as many rounds or more, of the same model and load; what has no date stays, and stands for nothing."""
+    """With all that it has, of the same model and load; what has no date stays, and stands for nothing."""
 
-    def run(date: str | None, *loads: str, rounds: int = 2, model: str = "m") -> dict[str, Any]:
-        cell = {**dict.fromkeys(end_to_end.BETTER_UP, 10.0), "served": 8}
-        cells = {f"{load}/{i}/{policy}": cell for load in loads for i in range(rounds) for policy in ("auto", "vllm")}
+    def run(
+        date: str | None, *loads: str, rounds: int = 2, model: str = "m", served: int = 8, more: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        cell = {**dict.fromkeys(end_to_end.BETTER_UP, 10.0), "served": served}
+        policies = ("auto", "vllm", *more)
+        cells = {f"{load}/{i}/{policy}": cell for load in loads for i in range(rounds) for policy in policies}
         dated = {} if date is None else {"date": date}
         return {"cells": cells, "model": model, "rates": dict.fromkeys(loads, 1.0), **dated}
 
@@ -544,13 +547,21 @@ def test_a_newer_run_of_a_load_stands_for_an_older_one() -> None:
         return {(row["date"], row["load"]) for row in end_to_end.table(files)}
 
     old = run("2026-11-29", "code x1", "burstgpt x1")
-    for newer in (run("2026-11-30", "code x1"), run("2026-11-30", "code x1", rounds=3)):
+    for newer in (
+        run("2026-11-30", "code x1"), run("2026-11-30", "code x1", rounds=3),
+        run("2026-11-30", "code x1", served=9, more=("eager",)),
+    ):  # fmt: skip
         assert kept(old, newer) == kept(newer, old) == {("2026-11-29", "burstgpt x1"), ("2026-11-30", "code x1")}
-        assert end_to_end.table([newer, old])[: 2 * len(end_to_end.BETTER_UP)] == end_to_end.summarise(newer)
+        assert end_to_end.table([newer, old])[: -2 * len(end_to_end.BETTER_UP)] == end_to_end.summarise(newer)
     both = {("2026-11-29", "code x1"), ("2026-11-29", "burstgpt x1")}
-    for other in (run("2026-11-30", "code x1", rounds=1), run("2026-11-30", "code x1", model="n")):
+    for other in (
+        run("2026-11-30", "code x1", rounds=1), run("2026-11-30", "code x1", model="n"),
+        run("2026-11-30", "code x1", served=7),
+    ):  # fmt: skip
         assert kept(old, other) == {*both, ("2026-11-30", "code x1")}
     assert kept(old, run("2026-11-30", "code x2")) == {*both, ("2026-11-30", "code x2")}
+    wider = run("2026-11-29", "code x1", more=("eager",))
+    assert kept(wider, run("2026-11-30", "code x1")) == {("2026-11-29", "code x1"), ("2026-11-30", "code x1")}
     assert kept(old, run("2026-11-29", "code x1")) == both
     assert kept(old, run(None, "code x1")) == {*both, ("unstated", "code x1")}
 

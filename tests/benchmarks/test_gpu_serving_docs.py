@@ -132,7 +132,7 @@ def told_by_round(each: list[str]) -> str:
 def test_rows_are_those_of_the_raw_runs() -> None:
     """Each load's newest run with all of its whole rounds, and the 0.5B's other conversation trace behind them.
 
-    Of two runs of a load the tool's `table` has the newer one. It has both where that has fewer rounds.
+    Of two runs of a load the tool's `table` has the newer one. It has both where that has less.
     """
     runs = {name: model for model in MODELS for name in RUNS[model]}
     raw = {name: read(f"raw/end_to_end_{name}") for name in (*runs, "qwen05b_conversation")}
@@ -1081,8 +1081,8 @@ def test_throughput_is_told_in_short() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert (
         f"`auto` has {tokens} times the tokens a second of the replica of vLLM's rule on the code trace with "
-        f"Qwen2.5-0.5B, and gaps at p99 {gaps} times as short; with DeepSeek-V2-Lite {fewer} and {longer}, {was} in "
-        "the run before. "
+        f"Qwen2.5-0.5B, and gaps at p99 {gaps} times as short; DeepSeek-V2-Lite's are in the next "
+        "entry. "
         f"Of {len(latest)} figures none is below 0.99 in the mean, but {wide} intervals begin there; Llama-3.1-8B's "
         f"median gaps, {then} times as short at 43ebfb8, are {now} in a later run, of that model alone."
     ) in changes
@@ -1092,6 +1092,6 @@ def test_throughput_is_told_in_short() -> None:
     assert (
         "DeepSeek-V2-Lite's code trace end to end with the decode attention of d32f9e4, of a run of its own: 1.3 in "
         f"tokens a second or in gaps at p99 isn't reached, {fewer} times and {longer}, which were {was}, so that "
-        "Qwen2.5-0.5B alone reaches it. Of two runs of a load `end_to_end --summary` has the older one only where the "
-        "newer one has fewer rounds ([docs](docs/measured_gpu.md#end-to-end))."
+        "Qwen2.5-0.5B alone reaches it. Of two runs of a load `end_to_end --summary` has the older one too where the "
+        "newer one has fewer rounds, requests or policies ([docs](docs/measured_gpu.md#end-to-end))."
     ) in changes

@@ -195,13 +195,20 @@ def test_own_sizes_are_kept_where_the_plan_is_worse(monkeypatch: pytest.MonkeyPa
 
 
 def test_kpolicys_own_policy_comes_with_a_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is a plan that can be read, the code runs beside it, and the engine's flags are there for now."""
+    """The file is a plan that can be read, the code runs beside it; an engine's flags, last, say whose they are."""
     made = gather([TRACE], ["auto", "tensorrt_llm"], server=SMALL, costs=COSTS, most_sizes=8).traces[0]
     best = made.advice.best
     assert best is not None
     assert (best.policy, best.kind) == ("auto", "planned")
     by_title = {paste.title: paste for paste in made.advice.paste}
-    assert list(by_title) == ["For tensorrt-llm", "For kpolicy", "The plan file"]
+    assert list(by_title) == ["For kpolicy", "The plan file", "For tensorrt-llm"]
+    (other,) = (run for run in made.runs if run.name == "tensorrt_llm, planned sizes")
+    mib = other.result.graph_bytes / 2**20
+    assert re.search(
+        rf"\. That is not auto but tensorrt_llm, planned sizes: {other.result.graphs} graphs, {mib:,.2g} MiB of graph "
+        r"memory, (as good as auto|requests that end [0-9.]+% later on average than with auto)$",
+        by_title["For tensorrt-llm"].how,
+    )
     assert json.loads(by_title["For tensorrt-llm"].text)["max_batch_size"] == 16
     plan = loads(by_title["The plan file"].text, LadderPlan)
     assert plan.sizes == best.sizes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -187,7 +188,8 @@ def test_a_row_that_is_longer_has_more_programs(monkeypatch: pytest.MonkeyPatch)
 def _shared_by_hand(blocks: list[int], programs: int, most: int) -> list[tuple[int, int, int]]:
     """Of each row (how many programs, blocks of each, class): the least share with room for all, tried from 1 up.
 
-    Where more programs than run at once are needed for a share over three quarters of the longest row, that row's.
+    Where more programs than are planned to run at once are needed for a share over three quarters of the longest row,
+    that row's.
     """
     room = min(len(blocks) * most, max(programs, len(blocks) + programs // 2))
     share = next(
@@ -199,6 +201,45 @@ def _shared_by_hand(blocks: list[int], programs: int, most: int) -> list[tuple[i
         share = max(blocks)
     own = [-(-row // -(-row // share)) for row in blocks]
     return [(-(-row // each), each, min(3, 4 * each // (share + 1))) for row, each in zip(blocks, own, strict=True)]
+
+
+WHOLE_OR_SHARED = {
+    "share of three quarters of the longest": ([12] * 6 + [16] * 3, 8, [1] * 6 + [2] * 3),
+    "a share beyond that": ([13] * 6 + [16] * 3, 8, [1] * 9),
+    "no more programs than at once": ([13] * 6 + [16] * 3, 12, [1] * 6 + [2] * 3),
+    "one row far longer": ([13] * 6 + [16] * 3 + [32], 8, [1] * 9 + [2]),
+    "alike rows, halved with room for it": ([16] * 4, 8, [2] * 4),
+    "alike rows, one longer than the share": ([15] * 6 + [16] * 2, 8, [1] * 8),
+}
+"""Blocks of rows, programs that are planned to run at once, and programs of each row"""
+
+
+@pytest.mark.parametrize("name", WHOLE_OR_SHARED)
+def test_rows_of_plain_cases_by_hand(name: str) -> None:
+    """What random cases are held to says of plain ones what was worked out without it."""
+    blocks, programs, expected = WHOLE_OR_SHARED[name]
+    assert [parts for parts, *_ in _shared_by_hand(blocks, programs, 32)] == expected
+
+
+@interpreted
+@pytest.mark.parametrize("name", WHOLE_OR_SHARED)
+def test_rows_have_a_program_each_or_share_out(name: str) -> None:
+    """By whether the longest is less than a third longer than the share, and whether all of them run at once."""
+    from kpolicy.serving.gpu import splits
+
+    blocks, programs, expected = WHOLE_OR_SHARED[name]
+    count, block_n = len(blocks), 64
+    lens, starts = torch.tensor([each * block_n for each in blocks]).int(), torch.arange(count + 1).int()
+    splits.plan_splits.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(splits, "processors", lambda _device: programs)
+        plan = splits.plan_splits(count, 1, 4096, torch.device("cpu"), 1)
+    splits.plan_splits.cache_clear()
+    assert (plan.programs, plan.most) == (programs, 32)
+    shared = splits.Shares().of(RowTensors(torch.zeros(count, 1).int(), lens, starts, PAGE), plan, 1, block_n, 1)
+    fields = splits.FIELDS.value
+    found = Counter(shared.plan[: plan.grid * fields].view(-1, fields)[:, 0].tolist())
+    assert [found[row] for row in range(count)] == expected
 
 
 def _lengths(random: Random) -> tuple[list[int], list[int], int]:

@@ -122,7 +122,8 @@ def _share_out(plan_ptr, heads_ptr, arrivals_ptr, starts_ptr, lens_ptr, num_reqs
             share = middle
         else:
             under = middle
-    # More programs than run at once are two rounds of them, which a share that is little less than a row isn't worth.
+    # More programs than are planned to run at once aren't worth a share that is little less than the longest row:
+    # even rows took 0.92 to 0.98 of the time with one each (docs/measured_gpu.md).
     beyond = tl.sum(tl.cdiv(blocks, share), 0) > PROGRAMS
     share = tl.where(beyond & (share * 4 > longest * 3), longest, share)
     # Parts of a row are as even as whole blocks allow.
