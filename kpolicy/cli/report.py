@@ -180,9 +180,11 @@ def _say(made: TraceReport) -> None:
     say(shown, made.advice.sentence)
     for each in made.advice.paste:
         if len(each.text) < 2000:
-            say(shown, f"\n{each.title}: {each.how}\n\n{each.text}\n")
+            say(shown, f"\n{each.title}: {each.how}\n\n{each.text.rstrip()}")
         for warning in each.warnings:
-            say(shown, f"warning: {warning}")
+            say(shown, f"\nwarning: {warning}")
+    if made.advice.paste:
+        say(shown, "")
     for line in made.advice.details:
         say(shown, f"note: {line}")
     sys.stdout.flush()
