@@ -5,7 +5,7 @@ Run from the repository root, with results of `benchmarks.fidelity` whose profil
     python -m benchmarks.fidelity_verdict fidelity-h200-NAME.json ...
 
 What was wanted: simulated step times within 5% of measured ones in the mean, by mode and regime, medians of latencies
-within 10%, and policies ranked as measured. By the rule of 2026-11-30, 08:20 UTC (docs/measured_fidelity.md, "All
+within 10%, and policies ranked as measured. By the rule of 2026-11-30, 08:16 UTC (docs/measured_fidelity.md, "All
 turns, and means"):
 
 - **Steps**: of all turns of all policies, by mode and by the regime that the profile has at its own host speed. A cell
