@@ -1139,6 +1139,22 @@ def test_what_was_tried_for_further_rows_is_told_as_it_came_out() -> None:
     assert f"all else is {least_to_most(others)}." in words
 
 
+def test_spreading_programs_is_told_as_it_came_out() -> None:
+    """No help where it was meant to, and what it is worth elsewhere."""
+    words, cells = " ".join("\n".join(DOC).split()), read("attention_spread")["cells"]
+    odd, even = "dsv2lite/8 x 4000 uneven", "dsv2lite/160 x 1000"
+    assert all(found["spread"]["same_bits"] and found["now"]["same_bits"] for found in cells.values())
+    us, over = cells[odd]["spread"]["layer_us"], cells[odd]["spread"]["over_now"]
+    took, ratios = ([of[graph] for graph in of if graph != "8"] for of in (us, over))
+    assert (
+        f"{min(took)} to {max(took)} us in graphs of 16 to 160, {least_to_most(ratios)} of the time. So a processor"
+    ) in words
+    rest = [each for name, of in cells.items() if name not in {odd, even} for each in of["spread"]["over_now"].values()]
+    [best] = cells[even]["spread"]["over_now"].values()
+    told = f"160 x 1,000 take {best[0]:.2f}; all else is {least_to_most([*rest, over['8']])} (a run of its own, "
+    assert f"{told}{len(cells)} cells" in words
+
+
 def test_host_time_of_a_step_is_told_as_its_results_have_it() -> None:
     """Ratios and microseconds by rows, in a row and in turn, now and before."""
     now, before = (
