@@ -44,7 +44,7 @@ from typing import Any
 import attrs
 
 import kpolicy
-from benchmarks.command import command_line, input_file, without_folders
+from benchmarks.command import command_line, commit_of, input_file, without_folders
 from benchmarks.fidelity_again import (
     POOLED,
     Cell,
@@ -133,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", default="", help="how the profile's table came to be, for the result")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args(argv)
+    commit = commit_of()
     profile = read_profile(arguments.profile)
     if arguments.date and arguments.date < profile.measured_at[:10]:
         parser.error(f"--date {arguments.date} is before the profile was measured, {profile.measured_at[:10]}")
@@ -213,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         written = {
             "what": "step times of a cost table against those measured, by mode and regime",
             "date": arguments.date,
+            "commit": commit,
             "command": command_line("benchmarks.fidelity", argv),
             "kpolicy": kpolicy.__version__,
             "device": profile.device,

@@ -234,8 +234,9 @@ MIDDLE = "the middle of each figure of 3"
 def test_a_result_says_which_table_it_is_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], version: str, made: str
 ) -> None:
-    """It names the table and how it came to be; the profile lies beside it, with no folder of the machine."""
+    """It names the table, how that came to be, and the commit; the profile lies beside it, with no folder of here."""
     monkeypatch.setattr(fidelity, "RESULT", tmp_path / "results" / "fidelity.json")
+    monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
     (tmp_path / "results").mkdir()
     costs = attrs.evolve(analytic_costs(), version=version)
     command = f"kpolicy run --model {tmp_path}/config.json --trace {tmp_path}/t.csv"
@@ -255,6 +256,7 @@ def test_a_result_says_which_table_it_is_of(
     assert fidelity.main([*read, *given, "--date", "2026-11-22"]) == 0
     result = json.loads((tmp_path / "results" / "fidelity-x.json").read_text())
     assert result["table"] == {"made": made, "version": version, "profile": "fidelity-x-profile.json"}
+    assert result["commit"] == "abc1234"
     kept = read_profile(tmp_path / "results" / result["table"]["profile"])
     assert kept.costs == costs
     assert kept.command == f"kpolicy run --model {tmp_path.name}/config.json --trace t.csv"
