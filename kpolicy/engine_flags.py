@@ -392,7 +392,7 @@ def _over_padding(sizes: Sequence[int], most: int) -> str:
         if last > before:
             ranges.append(f"{before + 1} to {last}" if last > before + 1 else str(last))
         before = size
-    return ", ".join(ranges)
+    return " and ".join(filter(None, (", ".join(ranges[:-1]), *ranges[-1:])))
 
 
 # TensorRT-LLM

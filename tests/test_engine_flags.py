@@ -261,6 +261,7 @@ def test_sglang_padding_limit() -> None:
     ranges = [
         (int(one), int(last or one)) for one, last in re.findall(r"(\d+)(?: to (\d+))?", warning.split(" tokens")[0])
     ]
+    assert re.search(r"batches of [\d, to]+ and \d+ to \d+ tokens run eagerly", warning)
     named = {tokens for one, last in ranges for tokens in range(one, last + 1)}
     shapes = [BatchShape(prefills=[(tokens, 0)]) for tokens in range(1, 801)]
     eager = {i + 1 for i, mode in enumerate(modes("sglang", sizes, SETTINGS, shapes)) if mode is Mode.EAGER}

@@ -819,8 +819,8 @@ def test_what_the_page_says_of_other_runs_and_loads() -> None:
     """How many before hold, how far off forecasts were, how busy the slowest policy was, and what halves are off by."""
     made, held = before()
     assert (
-        f"Of {made + len(RUNS)} runs on H200s until then {COUNTS[held + held_now()]} hold, each by the rule of its time"
-        in TOLD
+        f"Of {made + len(RUNS)} runs on H200s until then that are held to the middle of several calibrations "
+        f"{COUNTS[held + held_now()]} hold, each by the rule of its time" in TOLD
     )
     off = earlier_forecasts()
     assert max(off)[1].startswith("small24")
