@@ -17,6 +17,7 @@ from benchmarks import first_token_limit as made
 from benchmarks.command import command_line
 from kpolicy import settings
 from kpolicy.errors import TraceError
+from kpolicy.profiles import load_profile
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT.parent / "shared" / "traces"
@@ -59,7 +60,7 @@ def test_the_table_is_the_result_s() -> None:
 
 
 def test_the_result_is_whole_and_says_how_it_was_made() -> None:
-    """Every profile, trace and load; the day, the commit and the versions; ratios are those of its figures."""
+    """Every profile, as it ships, trace and load; the day, the commit and versions; ratios are those of its figures."""
     cells = [(row["profile"], row["trace"], row["load"]) for row in FOUND["rows"]]
     traces = (*made.FILES, made.GENERATED)
     assert cells == [(each, trace, load) for each in made.PROFILES for trace in traces for load in made.LOADS]
@@ -68,6 +69,7 @@ def test_the_result_is_whole_and_says_how_it_was_made() -> None:
     given = told.replace("YYYY-MM-DD", FOUND["date"]).split()
     assert FOUND["command"] == command_line("benchmarks.first_token_limit", given)
     assert {"kpolicy", "python"} <= FOUND.keys()
+    assert FOUND["profiles"] == {name: load_profile(name).costs.version for name in made.PROFILES}
     for row in FOUND["rows"]:
         for limit, ours in row["auto"].items():
             assert ours["ratios"] == {name: round(ratio(row, limit, name), 3) for name in made.FIGURES}
