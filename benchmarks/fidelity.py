@@ -44,7 +44,7 @@ from typing import Any
 import attrs
 
 import kpolicy
-from benchmarks.command import command_line, input_file, without_folders
+from benchmarks.command import command_line, commit_of, input_file, without_folders
 from benchmarks.fidelity_again import (
     POOLED,
     Cell,
@@ -55,7 +55,7 @@ from benchmarks.fidelity_again import (
     side_by_side,
     steps_again,
 )
-from benchmarks.fidelity_served import Turns, forecasts, latencies, outside, requests_of
+from benchmarks.fidelity_served import Turns, forecast_steps, forecasts, latencies, outside, requests_of
 from benchmarks.fidelity_turns import figure, figures_of, not_shown, ranked_wrong, ranking, replays_apart, ties
 from kpolicy.costs import CostTable
 from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
@@ -133,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", default="", help="how the profile's table came to be, for the result")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args(argv)
+    commit = commit_of()
     profile = read_profile(arguments.profile)
     if arguments.date and arguments.date < profile.measured_at[:10]:
         parser.error(f"--date {arguments.date} is before the profile was measured, {profile.measured_at[:10]}")
@@ -158,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     later_rows = fidelity(later, profile.costs, steps) if later else []
     if later:
         shown(f"{POOLED}, later turns", later_rows)
+    all_rows = fidelity([*steps, *later], profile.costs) if later else pooled
     own_rows = fidelity(steps, profile.costs, own_speed=True)
     shown(f"{POOLED}, regimes at the profile's own host speed", own_rows)
     own_all = own_rows
@@ -201,7 +203,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for policy in found
             },
             "forecasts": forecasts(run, requests, profile.costs, logs),
+            "forecast_steps": forecast_steps(run, requests, profile.costs, logs),
         }
+        print("mean step times told nothing of the run:", *(
+            f"{each['mode']} {each['regime']} {each['measured_us']:,.1f} / {each['forecast_us']:,.1f} us "
+            f"({each['error']:+.1%}, {each['steps']} steps)" for each in of_run["forecast_steps"]
+        ), sep="\n  ")  # fmt: skip
         for knows, forecast in of_run["forecasts"].items():
             print(f"told {knows} of the run:", *(
                 f"{policy} " + " ".join(f"{name} {each[name]['simulated']:,.2f} ({each[name]['error']:+.1%})"
@@ -213,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         written = {
             "what": "step times of a cost table against those measured, by mode and regime",
             "date": arguments.date,
+            "commit": commit,
             "command": command_line("benchmarks.fidelity", argv),
             "kpolicy": kpolicy.__version__,
             "device": profile.device,
@@ -231,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "measured_again": {policy: [rounded(row) for row in repeats] for policy, repeats in again.items()},
             "cells_again": [rounded(cell) for cell in cells],
             "later_turns": [rounded(row) for row in later_rows],
+            "all_turns": [rounded(row) for row in all_rows],
             "by_own_speed": {
                 "first_turns": [*map(rounded, own_rows)],
                 "all_turns": [*map(rounded, own_all)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from statistics import fmean, median
@@ -18,8 +18,8 @@ from kpolicy.scheduling.traces import Trace, read_trace
 from kpolicy.schemas import StepEntry
 from kpolicy.settings import Settings
 from kpolicy.shapes import GAP_TAIL_US, BatchNumbers
-from kpolicy.simulate import Server, SimResult, simulate
-from kpolicy.simulate.fidelity import eager_sizes
+from kpolicy.simulate import Server, SimResult, SimStep, simulate
+from kpolicy.simulate.fidelity import REGIMES, eager_sizes, expected_steps
 from kpolicy.simulate.host_state import HostSpeeds
 from kpolicy.simulate.percentiles import Percentiles
 from kpolicy.simulate.queue import Queue
@@ -33,6 +33,8 @@ Turns = Mapping[str, Sequence[Sequence[StepEntry]]]
 """By policy, the steps of each of its turns"""
 Untold = dict[tuple[str, bool], list[SimResult]]
 """What simulations come to that are told nothing of the run, by policy and by whether it is told its longest gaps"""
+StepTimes = dict[tuple[str, str], list[float]]
+"""Microseconds of steps, by mode and regime"""
 _COUNTS = BatchNumbers._fields.index("max_query_len")
 
 
@@ -244,3 +246,49 @@ def forecasts(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turn
         brief = {policy: {key: each[key] for key in figures_of(each)} for policy, each in policies.items()}
         found[knows] = {"policies": brief, **ranking(policies)}
     return found
+
+
+def forecast_steps(run: dict[str, Any], requests: Trace, costs: CostTable, logs: Turns) -> list[dict[str, Any]]:
+    """By mode and regime, mean step times that a simulation forecasts, told nothing of the run, and those measured.
+
+    Measured are all steps of all turns of all policies, forecast those of each policy from `STARTS` starts. Neither has
+    the scheduler's time. The steps needn't be the same, as batches follow from when steps end. Regimes are the
+    profile's at its own host speed.
+
+    The arguments are those of `latencies`.
+    """
+    measured: StepTimes = {}
+    for turns in logs.values():
+        _add(chain.from_iterable(turns), costs, measured)
+    forecast: StepTimes = {}
+    for policy, turns in logs.items():
+        tail = any(GAP_TAIL_US in entry.shape.facts for entries in turns for entry in entries)
+        server = server_of(run["setting"], gap_tail=tail)
+        several = server.host_speed(costs) is not None
+        for seed in range(STARTS if several else 1):
+            steps: list[StepEntry] = []
+
+            def note(step: SimStep, steps: list[StepEntry] = steps) -> None:
+                us = max(step.device_us, step.host_us) + costs.step_us
+                steps.append(step._replace(cycle_us=us).entry())
+
+            served_by(run["setting"], requests, policy, costs, server, seed=seed, on_step=note)
+            _add(steps, costs, forecast)
+    return [
+        {
+            "mode": mode, "regime": regime, "steps": len(measured[mode, regime]),
+            "measured_us": round(fmean(measured[mode, regime]), 2),
+            "forecast_us": round(fmean(forecast[mode, regime]), 2),
+            "error": round(fmean(forecast[mode, regime]) / fmean(measured[mode, regime]) - 1, 4),
+        }
+        for mode, regime in sorted(measured.keys() & forecast.keys(), key=lambda key: (key[0], REGIMES.index(key[1])))
+    ]  # fmt: skip
+
+
+def _add(entries: Iterable[StepEntry], costs: CostTable, times: StepTimes) -> None:
+    """Each step's microseconds, to those of its mode and regime."""
+    listed = list(entries)
+    for entry, expected in zip(listed, expected_steps(listed, costs), strict=True):
+        if entry.cycle_us:
+            key = entry.mode, expected.regime(entry, costs, own_speed=True)
+            times.setdefault(key, []).append(entry.cycle_us)

@@ -28,7 +28,7 @@ from statistics import fmean, median
 from typing import Any
 
 import kpolicy
-from benchmarks.command import command_line, input_file
+from benchmarks.command import command_line, commit_of, input_file
 from benchmarks.fidelity_served import STARTS, requests_of, served_by, server_of
 from benchmarks.fidelity_turns import ranked_wrong
 from kpolicy.costs import CostTable
@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=float, default=30.0, help="seconds of the trace that it served")
     parser.add_argument("--date", default="", help="written into the result; without it nothing is written")
     arguments = parser.parse_args(argv)
+    commit = commit_of()
     path: Path = arguments.result
     result = json.loads(path.read_text())
     if "after" in result["table"]["made"]:
@@ -157,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         written = {
             "what": "errors of forecasts by parts of a profile, by single calibrations and from other starts",
             "date": arguments.date,
+            "commit": commit,
             "command": command_line("benchmarks.forecast_spread", argv),
             "kpolicy": kpolicy.__version__,
             "run": path.name,

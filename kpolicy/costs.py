@@ -29,6 +29,7 @@ from kpolicy.keys import GraphKey
 from kpolicy.kv_span import KvSpan
 from kpolicy.modes import Part, Rows
 from kpolicy.overlap import Overlap, between, check_slowdown
+from kpolicy.reasons import Basis
 from kpolicy.served_host import ServedHost
 from kpolicy.settings import Objective
 from kpolicy.shapes import BatchNumbers
@@ -297,6 +298,8 @@ class CostTable:
     Args:
         version: names the table; it changes when a number does.
         measured: whether the numbers were measured on the device.
+        kernel_tables: whether its device times are from kernel tables that their publisher measured, on a device of the
+            kind; `measured` isn't so then, as host and capture costs are analytic.
         full, piecewise, eager: device time of the dense work by padded tokens, in each mode, as measured. Calibration
             before `ties` kept what decisions take here instead.
         mixed: the same for FULL graphs that hold prefill rows too, whose attention has kernels for both kinds whatever
@@ -337,6 +340,7 @@ class CostTable:
 
     version: str
     measured: bool
+    kernel_tables: bool = False
     full: Curve
     piecewise: Curve
     eager: Curve
@@ -373,6 +377,11 @@ class CostTable:
                 value = getattr(self, name)
                 if value is not None or name not in ("mixed", "kv_span", "served", "ties"):
                     check_kind(name, value, kind, example)
+        if self.kernel_tables and self.measured:
+            raise ProfileError(
+                "a table was measured on its device or is of published kernel tables; leave measured or kernel_tables "
+                "out."
+            )
         if self.ties is not None:
             self._check_ties(self.ties)
         if self.served is not None and self.served.host_work_us and not self.host_work_us:
@@ -488,6 +497,20 @@ class CostTable:
         if key.part is not Part.FULL:
             return self.piecewise
         return self.full if self.mixed is None or key.decode_only else self.mixed
+
+    @property
+    def source(self) -> str:
+        """Where its times are from, in words."""
+        if self.kernel_tables:
+            return "kernels measured by their publisher, not on your device"
+        return "measured" if self.measured else "analytic, not measured"
+
+    @property
+    def basis(self) -> Basis:
+        """What a decision by it takes for granted."""
+        if self.kernel_tables:
+            return Basis.COSTS_KERNEL_TABLES
+        return Basis.NOTHING if self.measured else Basis.COSTS_ANALYTIC
 
     @property
     def measured_of(self) -> WhatRuns:

@@ -305,7 +305,7 @@ class Engine:
     @property
     def context(self) -> PolicyContext:
         """What the policy reads now: support, captured keys, costs."""
-        basis = Basis.NOTHING if self.costs.measured else Basis.COSTS_ANALYTIC
+        basis = self.costs.basis
         if self.executor is None:
             basis |= Basis.LADDER_ASSUMED | Basis.SUPPORT_ASSUMED
         return PolicyContext(

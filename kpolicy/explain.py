@@ -168,7 +168,7 @@ def explain(policy: Policy, shape: BatchShape, context: PolicyContext) -> Explan
     ]
     considered.sort(key=lambda each: (not each.chosen, _score(each, context)))
     considered += _illegal(ways, numbers, context)
-    kind = "measured" if context.costs.measured else "analytic, not measured"
+    kind = context.costs.source
     if not all(context.costs.spans(way.launches, numbers) for way in ways):
         kind += "; sizes outside the table are extrapolated"
     span = context.costs.kv_span

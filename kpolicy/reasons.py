@@ -32,6 +32,10 @@ class Reason(str, Enum):
         "cheapest_analytic",
         "this is the cheapest legal way by the analytic cost table; nothing was measured",
     )
+    CHEAPEST_KERNEL_TABLES = (
+        "cheapest_kernel_tables",
+        "this is the cheapest legal way by kernel tables that their publisher measured, not on your device",
+    )
     ONLY_LEGAL = "only_legal", "no other legal way was left"
     DECODES_KEEP_GRAPH = "decodes_keep_graph", "decode rows replay their FULL graph; prefill rows are split off"
     NEXT_MODE = "next_mode", "no graph of the preferred mode holds the batch; the next mode's does"
@@ -42,6 +46,10 @@ class Reason(str, Enum):
     EAGER_IS_CHEAPER_ANALYTIC = (
         "eager_is_cheaper_analytic",
         "eager costs least by the analytic cost table; nothing was measured",
+    )
+    EAGER_IS_CHEAPER_KERNEL_TABLES = (
+        "eager_is_cheaper_kernel_tables",
+        "eager costs least by kernel tables that their publisher measured, not on your device",
     )
     ABOVE_THRESHOLD = "above_threshold", "the batch has more tokens than the rule's threshold for graphs"
     EMPTY_BATCH = "empty_batch", "the batch has no rows"
@@ -126,6 +134,8 @@ class Basis(Flag):
     """Attention support is what was stated: no model was asked."""
     COSTS_ANALYTIC = 4
     """Costs come from the analytic table: nothing was measured on this device."""
+    COSTS_KERNEL_TABLES = 8
+    """Costs come from kernel tables that their publisher measured, not on this device; host costs are analytic."""
 
     @property
     def text(self) -> str:
@@ -143,4 +153,5 @@ _BASIS_TEXT = {
     Basis.LADDER_ASSUMED: "the planned ladder captured",
     Basis.SUPPORT_ASSUMED: "the stated attention support",
     Basis.COSTS_ANALYTIC: "analytic costs",
+    Basis.COSTS_KERNEL_TABLES: "costs of published kernel tables",
 }

@@ -488,7 +488,12 @@ def _claims(attention: str | AttentionSupport | Claims | None) -> Claims:
 def _notes(found: Replayed, workload: Workload, policy: Policy, costs: CostTable) -> list[str]:
     """What a reader should know of how sure the plan is."""
     notes = []
-    if not costs.measured:
+    if costs.kernel_tables:
+        notes.append(
+            f"step times are {costs.version}, kernels that their publisher measured, not on your device, and analytic "
+            "host and capture costs. Measure a profile before you rely on the numbers."
+        )
+    elif not costs.measured:
         notes.append(
             f"step times are {costs.version}, not measured on your device: analytic times are flat where reading "
             "weights bounds a step, so they ask for few sizes. Measure a profile before you rely on the numbers."

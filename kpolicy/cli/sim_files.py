@@ -23,8 +23,6 @@ from kpolicy.schemas import (
     DecisionEntry,
     DecisionLogWriter,
     LogHeader,
-    QueueState,
-    StepEntry,
     StepLogWriter,
 )
 from kpolicy.simulate import Server, SimStep
@@ -82,25 +80,13 @@ class SimTurn:
                     decisions.write(DecisionEntry.of(step.step.shape(), step.decision))
                 if steps is None and trace is None:
                     return
-                entry = _entry(step)
+                entry = step.entry()
                 if steps is not None:
                     steps.write(entry)
                 if trace is not None and not step.rank:
                     trace.write(entry, StepTiming(start_us=step.start_us))
 
             yield write
-
-
-def _entry(step: SimStep) -> StepEntry:
-    queue = step.queue
-    return StepEntry.of(
-        step.number, step.step.shape(), step.decision, cycle_us=step.cycle_us, device_us=step.device_us,
-        host_us=step.host_us,
-        queue=QueueState(
-            waiting=len(queue.waiting), running=queue.num_running, kv_tokens_used=queue.used_tokens,
-            kv_tokens_capacity=queue.capacity, preempted=queue.num_preemptions,
-        ),
-    )  # fmt: skip
 
 
 @Parameter(name="*")

@@ -20,6 +20,7 @@ from kpolicy.policies.base import (
     PolicyContext,
     Way,
     eager_reason,
+    graph_reason,
     legal_ways,
     miss_full,
     miss_piecewise,
@@ -237,7 +238,7 @@ def _least(
     best = ways[min(ranked)[2]]
     if best.mode is Mode.EAGER:
         return best, eager_reason(context)
-    return best, Reason.CHEAPEST_MEASURED if context.costs.measured else Reason.CHEAPEST_ANALYTIC
+    return best, graph_reason(context)
 
 
 def clear_us(ways: Sequence[Way], costs: Sequence[Cost]) -> float:

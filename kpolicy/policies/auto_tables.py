@@ -24,7 +24,15 @@ from kpolicy.modes import Mode, SplitForm
 from kpolicy.overlap import Overlap
 from kpolicy.policies import ranks
 from kpolicy.policies.auto import CLEARLY, cheapest, cheapest_of_unlike, choose, rate, spread, wait_of
-from kpolicy.policies.base import PolicyContext, Way, eager_reason, split_tails, split_way, steps_ahead
+from kpolicy.policies.base import (
+    PolicyContext,
+    Way,
+    eager_reason,
+    graph_reason,
+    split_tails,
+    split_way,
+    steps_ahead,
+)
 from kpolicy.policies.rank_times import NUM_TIMES, RankTimes, Voted
 from kpolicy.policies.tables import EAGER_WAY, MOST_DECISIONS, Entry, Group, PreparedWays, at
 from kpolicy.reasons import Reason
@@ -69,7 +77,7 @@ class AutoTables:
         self._ways = PreparedWays(context, cheapest(context), rate(context), forms)
         self._decisions: dict[tuple[Way, Reason], Decision] = {}
         self._splits: dict[tuple[object, ...], Decision] = {}
-        self._reason = Reason.CHEAPEST_MEASURED if context.costs.measured else Reason.CHEAPEST_ANALYTIC
+        self._reason = graph_reason(context)
         self._wholes: list[Decision | None] = [None] * len(self._ways.tables.entries)
         self._eager = EAGER_WAY.decided(eager_reason(context), context, costs=True)
         self._eager_us = array("d", context.costs.eager.upto(context.settings.max_num_tokens))

@@ -43,6 +43,9 @@ __all__ = [
     "steps_ahead",
 ]
 
+_OF_COSTS = Basis.COSTS_ANALYTIC | Basis.COSTS_KERNEL_TABLES
+"""What only decisions that go by costs take for granted"""
+
 Select = Callable[..., Decision]
 """``select(*BatchNumbers) -> Decision``: the per-batch path. Uniform decode batches may pass the first three only."""
 
@@ -175,7 +178,7 @@ class Way:
             self.launches,
             reason,
             self.form,
-            context.basis if costs else context.basis & ~Basis.COSTS_ANALYTIC,
+            context.basis if costs else context.basis & ~_OF_COSTS,
             context.costs.version if costs else "",
         )
 
@@ -301,7 +304,16 @@ def steps_ahead(most: int) -> tuple[int, ...]:
 
 def eager_reason(context: PolicyContext) -> Reason:
     """The reason for eager where a graph would have held the rows."""
+    if context.costs.kernel_tables:
+        return Reason.EAGER_IS_CHEAPER_KERNEL_TABLES
     return Reason.EAGER_IS_CHEAPER if context.costs.measured else Reason.EAGER_IS_CHEAPER_ANALYTIC
+
+
+def graph_reason(context: PolicyContext) -> Reason:
+    """The reason for a graph that costs least."""
+    if context.costs.kernel_tables:
+        return Reason.CHEAPEST_KERNEL_TABLES
+    return Reason.CHEAPEST_MEASURED if context.costs.measured else Reason.CHEAPEST_ANALYTIC
 
 
 def eager_decision(reason: Reason, context: PolicyContext) -> Decision:

@@ -5,9 +5,11 @@ needn't be the one with the most KV, and run eagerly each rank keeps its own siz
 every way, all but the graphs' dense work, which follows from what is agreed. Votes are whole nanoseconds: every rank
 computes the same from what was reduced.
 
-The time that comes out is the slowest rank's own, but for several decode steps beside a prompt, where it is at most
-that of the slowest decode rows with the slowest step. What padding takes more counts where any rank has some, as all
-have in a graph of the largest one's size whose rows are fewer: whether the slowest is among them isn't known.
+The time that comes out is the slowest rank's own, but for halves beside each other. How much they slow each other down
+hangs on a rank's rows and prompts: each votes that too, and the most of any rank counts, so that it is no less than the
+slowest takes. For several decode steps beside a prompt it is at most that of the slowest decode rows with the slowest
+step. What padding takes more counts where any rank has some, as all have in a graph of the largest one's size whose
+rows are fewer: whether the slowest is among them isn't known.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kpolicy.costs import Cost, CostTable
+from kpolicy.costs import MANY_DECODES, Cost, CostTable
 from kpolicy.decision import Launch
 from kpolicy.keys import GraphKey
 from kpolicy.modes import Mode, Rows
+from kpolicy.overlap import Overlap
 from kpolicy.policies.auto import CLEARLY
 from kpolicy.policies.base import Way
 from kpolicy.shapes import BatchNumbers
@@ -26,6 +29,8 @@ from kpolicy.shapes import BatchNumbers
 __all__ = ["NUM_TIMES", "RankTimes", "Voted"]
 
 _NS = 1e3
+_SHARE = 1e9
+"""Of an overlap's numbers, which are shares and not times, whole billionths are voted."""
 _MOST = 1 << 62
 """Votes are 64-bit integers where they are reduced."""
 
@@ -34,7 +39,7 @@ class Voted(NamedTuple):
     """A rank's times, or the largest of all ranks': in nanoseconds, without the dense work of graphs.
 
     Of a SPLIT `decode` is the half with the decode rows and `tail` the other, run eagerly or as pieces. How much they
-    overlap, the table's `overlap` says.
+    overlap, `overlap_cost` and the next three say, in billionths.
     """
 
     decode: int
@@ -54,6 +59,11 @@ class Voted(NamedTuple):
     decode_in_pieces: int
     eager_in_decode: int
     decode_in_eager: int
+    overlap_cost: int
+    overlap_outlasted: int
+    overlap_slowdown: int
+    overlap_gains: int
+    """1 where halves beside each other take no longer than in turn, on any rank"""
     fewest: int = 0
     """Tokens of the rank that has the fewest, negated so that a maximum finds them; no time"""
     fewest_decode: int = 0
@@ -69,6 +79,14 @@ class Voted(NamedTuple):
         """Whether ranks have unlike many tokens; `numbers` has as many of each kind as any."""
         most = -numbers.total_tokens, -numbers.decode_tokens, -numbers.num_prefill_tokens
         return most != (self.fewest, self.fewest_decode, self.fewest_prefill)
+
+    @property
+    def overlap(self) -> Overlap:
+        """The most that halves beside each other add to each other on any rank."""
+        cost, outlasted, slowdown = (
+            each / _SHARE for each in (self.overlap_cost, self.overlap_outlasted, self.overlap_slowdown)
+        )
+        return Overlap(cost, outlasted, slowdown)
 
 
 NUM_TIMES = len(Voted._fields)
@@ -92,6 +110,9 @@ class RankTimes:
             for host in (costs.host_full, costs.host_piecewise, costs.host_eager)
         ]
         """What a launch takes the host, by kinds of rows (1 decode, 2 prompt, 3 both), and more for each request"""
+        self._timed_short = costs.effects.outlasted_share is not None
+        self._overlaps: dict[tuple[int, int], tuple[Overlap, tuple[int, int, int, int]]] = {}
+        """What halves take beside each other by decode rows and prompts' tokens, and as it is voted"""
         self._graph_ns: dict[GraphKey, float] = {}
         self.pads = any(costs.padding_us)
         """Whether padding takes more than its dense work"""
@@ -100,18 +121,29 @@ class RankTimes:
         """This rank's times in nanoseconds, of which ranks take the largest."""
         decodes, tokens, reqs = numbers.num_decodes, numbers.total_tokens, numbers.total_reqs
         dense = self._eager_at(tokens)
+        at = min(decodes, MANY_DECODES), numbers.num_prefill_tokens if self._timed_short else 0
+        overlap, overlap_votes = self._overlaps.get(at) or self._overlap_of(at)
         if decodes and reqs == decodes:
-            times = self._of_decodes(self._costs.decode_attention_us(numbers), decodes, dense)
+            times = self._of_decodes(self._costs.decode_attention_us(numbers), decodes, dense, overlap)
         else:
-            times = self._of_any(numbers, dense)
+            times = self._of_any(numbers, dense, overlap)
         votes = tuple([int(time * _NS) for time in times])
         if max(votes) > _MOST:
             votes = tuple(min(vote, _MOST) for vote in votes)
-        return (*votes, -tokens, -numbers.decode_tokens, -numbers.num_prefill_tokens)
+        return (*votes, *overlap_votes, -tokens, -numbers.decode_tokens, -numbers.num_prefill_tokens)
 
-    def _of_decodes(self, decode: float, decodes: int, dense: float) -> tuple[float, ...]:
+    def _overlap_of(self, at: tuple[int, int]) -> tuple[Overlap, tuple[int, int, int, int]]:
+        """`CostTable.overlap_of` so many decode rows and prompts' tokens, and the votes of it, which are kept."""
+        found = self._costs.overlap_of(*at)
+        cost, outlasted, slowdown = (int(each * _SHARE) for each in (found.cost, found.outlasted, found.slowdown))
+        if len(self._overlaps) >= _MOST_KEPT:
+            self._overlaps.clear()
+        self._overlaps[at] = found, (cost, outlasted, slowdown, int(found.gains))
+        return self._overlaps[at]
+
+    def _of_decodes(self, decode: float, decodes: int, dense: float, overlap: Overlap) -> tuple[float, ...]:
         """The times of decode rows alone: `_of_any` without what needs prompts."""
-        overlap, tail = self._costs.overlap, self._no_rows_us
+        tail = self._no_rows_us
         shared = overlap.cost * decode
         (full, full_req), (pieces, pieces_req), (eager, eager_req) = self._hosts
         host = full[1] + full_req * decodes
@@ -134,9 +166,9 @@ class RankTimes:
             tail + shared,
         )
 
-    def _of_any(self, numbers: BatchNumbers, dense: float) -> tuple[float, ...]:
+    def _of_any(self, numbers: BatchNumbers, dense: float, overlap: Overlap) -> tuple[float, ...]:
         """The times in the order of `Voted`, `dense` being the dense work of an eager launch of all rows."""
-        costs, overlap = self._costs, self._costs.overlap
+        costs = self._costs
         decodes, prefills, reqs = numbers.num_decodes, numbers.num_prefills, numbers.total_reqs
         decode = costs.decode_attention_us(numbers) if decodes else 0.0
         prefill = costs.prefill_attention_us(numbers) if prefills else 0.0
@@ -227,19 +259,20 @@ class RankTimes:
             return first + voted.full
         if mode is Mode.PIECEWISE:
             return first + voted.pieces
-        tail, overlap, second = launches[1], self._costs.overlap, 0.0
+        tail, second = launches[1], 0.0
         eager, more = tail.key is None, decode.repeat - 1
         if tail.key is not None:
             second = (graph_ns.get(tail.key) or self._dense(tail)) + pads[1]
         if tail.stream == decode.stream:
             return first + (voted.in_turn_eager if eager else second + voted.attention)
         # The half that is over last and a share of the other: of the two sums the larger, where beside takes no longer.
-        outer = first + overlap.outlasted * second + (voted.eager_in_decode if eager else voted.pieces_in_decode)
-        inner = second + overlap.cost * first + (voted.decode_in_eager if eager else voted.decode_in_pieces)
+        cost, outlasted = voted.overlap_cost / _SHARE, voted.overlap_outlasted / _SHARE
+        outer = first + outlasted * second + (voted.eager_in_decode if eager else voted.pieces_in_decode)
+        inner = second + cost * first + (voted.decode_in_eager if eager else voted.decode_in_pieces)
         if more:
             later = more * (first + voted.decode)
-            outer, inner = outer + later, inner + overlap.cost * later
-        return (max if overlap.gains else min)(outer, inner)
+            outer, inner = outer + later, inner + cost * later
+        return (max if voted.overlap_gains else min)(outer, inner)
 
     def cost(self, way: Way, voted: Voted) -> Cost:
         """What a way takes on the slowest rank; its graphs hold every rank's rows."""
@@ -263,15 +296,15 @@ class RankTimes:
         pads = self._padding(way, voted)
         device_us = (self._dense(launches[0]) + pads[0] + voted.decode) / _NS
         host_us = (voted.decode_host + pads[0]) / _NS
-        cycle_us, overlap = self.cost(way, voted).cycle_us, self._costs.overlap
-        return self._costs.wait_share(device_us, host_us, overlap, cycle_us, launches[0].repeat)
+        cycle_us = self.cost(way, voted).cycle_us
+        return self._costs.wait_share(device_us, host_us, voted.overlap, cycle_us, launches[0].repeat)
 
     def _dense(self, launch: Launch) -> float:
         """Nanoseconds of the dense work of a launch's graph; 0 for an eager launch, whose work is voted."""
         if launch.key is None:
             return 0.0
         ns = self._costs.curve_of(launch).at(launch.key.num_tokens) * _NS
-        if len(self._graph_ns) >= _MOST_GRAPHS:
+        if len(self._graph_ns) >= _MOST_KEPT:
             self._graph_ns.clear()
         self._graph_ns[launch.key] = ns
         return ns
@@ -281,5 +314,5 @@ _BOTH = 3
 _INFINITY = float("inf")
 _NO_LAUNCH = Launch(Rows.ALL, None)
 _NOTHING = (0.0, 0.0)
-_MOST_GRAPHS = 4096
-"""Graphs whose dense work is kept; above it the memo starts afresh."""
+_MOST_KEPT = 4096
+"""Graphs whose dense work is kept, and halves whose overlap is; above it the memo starts afresh."""

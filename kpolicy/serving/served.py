@@ -23,7 +23,7 @@ __all__ = ["SERVED_S", "serve_for"]
 
 SERVED_S = 10.0
 """Seconds of serving: a core's slow stretches last for tenths of a second up to seconds. Servings of five, within three
-minutes, were 1.01 to 1.23 times as slow as launches (docs/fidelity.md)."""
+minutes, were 1.01 to 1.23 times as slow as launches (docs/six_fidelity_runs.md)."""
 LOAD = 0.7
 """Requests come that would take this share of the seconds if all waited at their start, `_TRIED` at a time"""
 _TRIED = 32

@@ -152,6 +152,7 @@ class Account:
             for launch in tally.decision.launches:
                 if launch.key is not None and tally.steps:
                     registry.hit(launch.key, tally.steps * launch.repeat)
+        began = any(tally.steps for tally in self.tallies)
         captured, unused = registry.captured(), registry.unused()
         lost = [
             record.reason.value
@@ -181,7 +182,7 @@ class Account:
             unused=tuple(str(key) for key in unused),
             graph_bytes=self.graph_bytes,
             capture_s=self.capture_s,
-            started_after_s=0.0 if server.warm else self.capture_s,
+            started_after_s=self.capture_s if began and not server.warm else 0.0,
             kv_tokens=queues[0].capacity,
             preemptions=sum(queue.num_preemptions for queue in queues),
             prompt_tokens=sum(queue.looked_up_tokens for queue in queues),

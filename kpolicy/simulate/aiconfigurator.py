@@ -2,8 +2,8 @@
 
 Its engine names the operators of a step and what each took on the device, alone. Attention operators become the
 attention cost, by a fit over batch sizes and lengths; all others are dense work by tokens. Launches are not in these
-tables, so host costs, and what capture takes, are those of the analytic table; a table made here doesn't say that it
-was measured.
+tables, so host costs, and what capture takes, are those of the analytic table; a table made here says that its kernels
+are of published tables (`CostTable.kernel_tables`), and not that it was measured.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def aiconfigurator_costs(
     package = f"aiconfigurator-core {_version()}"
     curve = Curve(_SIZES, tuple(dense))
     table = attrs.evolve(
-        base, version=f"{package}:{figures.name}:{name}:{backend}:tp{tensor_parallel}", full=curve, piecewise=curve,
-        eager=curve, decode_attention=decode, prefill_attention=prefill, kv_span=_FITTED,
+        base, version=f"{package}:{figures.name}:{name}:{backend}:tp{tensor_parallel}", kernel_tables=True, full=curve,
+        piecewise=curve, eager=curve, decode_attention=decode, prefill_attention=prefill, kv_span=_FITTED,
     )  # fmt: skip
     return table, TableFit(
         package=package, measured_share=measured_share, decode_error=decode_error, prefill_error=prefill_error

@@ -16,6 +16,7 @@ import attrs
 from kpolicy import __version__
 from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
+from kpolicy.engine import Engine
 from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.traces import FailedTrace, Trace
@@ -23,7 +24,7 @@ from kpolicy.settings import Objective
 from kpolicy.simulate.run import simulate
 from kpolicy.simulate.server import Server
 
-__all__ = ["Axes", "Case", "Common", "lost_case", "run_case"]
+__all__ = ["Axes", "Case", "Common", "alike", "lost_case", "run_case"]
 
 
 @attrs.frozen(kw_only=True)
@@ -110,6 +111,33 @@ class Axes:
                 common.traces, self.rates, common.costs, common.ladders, self.policies
             )
         ]
+
+
+def alike(cases: Sequence[Case], common: Common) -> dict[str, list[Case]]:
+    """By key, the cases that a case is as, itself among them; only those that are as others.
+
+    A case that captures nothing, as `eager`'s, is the same with any other ladder by which it captures nothing.
+    """
+    groups: dict[str, list[Case]] = {}
+    nothing: dict[tuple[str, str, str], bool] = {}
+    for case in cases if len(common.ladders) > 1 else ():
+        of = (case.policy, case.costs, case.ladder)
+        if of not in nothing:
+            nothing[of] = _captures_nothing(case, common)
+        if nothing[of]:
+            groups.setdefault(attrs.evolve(case, ladder="").key, []).append(case)
+    return {case.key: group for group in groups.values() if len(group) > 1 for case in group}
+
+
+def _captures_nothing(case: Case, common: Common) -> bool:
+    """Whether it plans no graph; not where that can't be told, which its run says why."""
+    _, server = common.costs[case.costs]
+    ladder = common.ladders[case.ladder]
+    try:
+        engine = Engine(case.policy, attention=common.attention, ladder=ladder, settings=server.settings)
+    except KPolicyError:
+        return False
+    return not engine.keys
 
 
 def run_case(case: Case, common: Common) -> dict[str, Any]:

@@ -88,8 +88,10 @@ def _of_profile(path: Path, config: Path | None) -> CostModel:
     costs = profile.costs
     figures = None if config is None else _known(config)
     unsure = None if config is None else check_model(path, profile, config)
-    measured = "measured" if costs.measured else "not measured"
+    measured = "measured" if costs.measured else "of kernel tables" if costs.kernel_tables else "not measured"
     notes = [] if costs.measured else ["the profile says that its costs weren't measured"]
+    if costs.kernel_tables:
+        notes = [f"the profile says that its costs are of kernel tables: {costs.source}"]
     doubts = [unsure] if unsure else []
     notes += doubts
     if costs.kv_span is not None:

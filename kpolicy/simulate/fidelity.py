@@ -47,9 +47,10 @@ class FidelityRow:
         regime: one of `REGIMES`, or ``all``.
         steps: how many.
         time_share: their measured time, as a share of that of all steps that are told.
-        error: mean of the relative error of each step's time, without its sign: what "5% mean" is taken to ask of
-            a mode and regime. The stricter reading: errors either way don't make up for each other, as in `bias`.
-        bias: the expected time of all steps over the measured one, less 1: above 0 is too slow a table.
+        error: mean of the relative error of each step's time, without its sign: the stricter reading of "5% mean" for a
+            mode and regime, in which errors either way don't make up for each other, and the machine's own count.
+        bias: the expected time of all steps over the measured one, less 1, which is the error of their mean step time:
+            the other reading, by which a simulated queue goes. Above 0 is too slow a table.
         median_error: median of the same errors: late steps of a busy machine don't move it.
         gap_p50_error: relative error of the median step time, which is the gap between tokens where rows decode.
         noise: the error that would be left if the table were right on the median of all steps that launch the same
@@ -62,8 +63,8 @@ class FidelityRow:
             rows, as for `noise`; tokens of eager steps within a quarter of a factor of two, the decode rows' KV and the
             prompts' pairs of tokens within a factor of two.
         kind_error: mean over these steps of the error of their kind's mean time: what is left of `error` where a
-            repeated step's expected time is asked for, as a simulator is, and not each repeat's. The looser reading,
-            besides `error` and not for it; 0 without any.
+            repeated step's expected time is asked for, as a simulator is, and not each repeat's. Between the two:
+            errors of a kind's steps make up for each other, and not those of other kinds; 0 without any.
     """
 
     mode: str

@@ -75,7 +75,7 @@ class SimResult:
         not_captured: planned graphs that couldn't be had, by reason.
         graph_bytes: what captured graphs take.
         capture_s: seconds of capture.
-        started_after_s: how long the first request waited for them; 0 for a warm server.
+        started_after_s: how long the first request waited for them; 0 for a warm server, and where none was served.
         kv_tokens: KV capacity of a rank, what graphs take not in it.
         preemptions: requests that gave their KV back and were computed again.
         prompt_tokens, reused_tokens: prompt tokens of admitted requests, each request's once, and those that were found

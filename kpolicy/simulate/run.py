@@ -17,6 +17,7 @@ from kpolicy.policies import Policy, get_policy
 from kpolicy.scheduling.gap_tail import GapTail
 from kpolicy.scheduling.pace import Pace, other_select
 from kpolicy.scheduling.traces import Trace, TraceRequest
+from kpolicy.schemas import QueueState, StepEntry
 from kpolicy.served_host import ServedHost
 from kpolicy.settings import Objective
 from kpolicy.shapes import LARGEST_COUNT, NO_FACTS, BatchNumbers, BatchShape
@@ -52,6 +53,18 @@ class SimStep(NamedTuple):
     decision: Decision
     step: Step
     queue: Queue
+
+    def entry(self) -> StepEntry:
+        """As a step log has it."""
+        queue = self.queue
+        return StepEntry.of(
+            self.number, self.step.shape(), self.decision, cycle_us=self.cycle_us, device_us=self.device_us,
+            host_us=self.host_us,
+            queue=QueueState(
+                waiting=len(queue.waiting), running=queue.num_running, kv_tokens_used=queue.used_tokens,
+                kv_tokens_capacity=queue.capacity, preempted=queue.num_preemptions,
+            ),
+        )  # fmt: skip
 
 
 class DecodeRun(NamedTuple):

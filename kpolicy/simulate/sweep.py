@@ -14,9 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import attrs
+
 from kpolicy.errors import ConfigError, SchemaError
 from kpolicy.reading import MOST_LINES_BYTES
-from kpolicy.simulate.cases import Axes, Case, Common, run_case
+from kpolicy.simulate.cases import Axes, Case, Common, alike, run_case
 from kpolicy.simulate.local_backend import LocalBackend
 from kpolicy.words import some
 from kpolicy.writing import is_special, refused, write_all
@@ -205,6 +207,8 @@ def sweep(
 ) -> list[dict[str, Any]]:
     """Run every case that the results file doesn't have yet; the lines of all, in the order of the cases.
 
+    Cases that capture nothing, as `eager`'s, are as each other whatever the ladder: one is run, and each has its line.
+
     Args:
         axes: what is combined.
         common: what the names stand for.
@@ -217,14 +221,29 @@ def sweep(
         KeyboardInterrupt: it was interrupted; what was done is in the file.
     """
     cases = axes.cases(common)
+    same = alike(cases, common)
     with SweepFile(path, common) as file:
+
+        def missing(case: Case) -> list[Case]:
+            return [each for each in same.get(case.key, (case,)) if each.key not in file.lines]
+
+        def add(line: dict[str, Any], case: Case) -> None:
+            file.add({**line, "case": attrs.asdict(case)})
+
+        for case in cases:
+            if case.key in file.lines:
+                for each in missing(case):
+                    add(file.lines[case.key], each)
         left = [case for case in cases if case.key not in file.lines]
         done = len(cases) - len(left)
         if progress is not None:
             progress(done, len(cases))
-        for line in (backend or LocalBackend()).run(left, common) if left else ():
-            file.add(line)
-            done += 1
-            if progress is not None:
-                progress(done, len(cases))
+        # Of those that are alike the first stands for all.
+        run = [case for case in left if missing(case)[0] == case]
+        for line in (backend or LocalBackend()).run(run, common) if run else ():
+            for each in missing(Case(**line["case"])):
+                add(line, each)
+                done += 1
+                if progress is not None:
+                    progress(done, len(cases))
         return [file.lines[case.key] for case in cases]

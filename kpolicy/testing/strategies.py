@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -66,10 +67,18 @@ _BY_KIND = st.sampled_from([0.0, 0.0, 3.3, 50.0, 1 / 3, 700.0])
 _HOST_FULL = st.builds(HostCost, st.sampled_from([1.0, 10.0, 100 / 3, 900.0]), _COEFFICIENT, _BY_KIND, _BY_KIND)
 _HOST_PIECEWISE = st.builds(HostCost, st.sampled_from([100.0, 40.0, 333.3, 5.0]), _COEFFICIENT, _BY_KIND, _BY_KIND)
 _HOST_EAGER = st.builds(HostCost, st.sampled_from([5000.0, 1000.0, 20_000.0, 2.0]), _COEFFICIENT, _BY_KIND, _BY_KIND)
+
+
+def _table(source: tuple[bool, bool], **fields: Any) -> CostTable:
+    """A table that was measured, or is of kernel tables, or neither."""
+    measured, kernel_tables = source
+    return CostTable(measured=measured, kernel_tables=kernel_tables, **fields)
+
+
 _COSTS = st.builds(
-    CostTable,
+    _table,
     version=st.just("drawn"),
-    measured=st.booleans(),
+    source=st.sampled_from([(False, False), (True, False), (False, True)]),
     full=_CURVE,
     piecewise=_CURVE,
     eager=_CURVE,
@@ -108,7 +117,7 @@ _OBJECTIVE = st.builds(
     st.sampled_from([(1.0, 0.0), (0.0, 1.0), (0.7, 0.3), (0.1, 0.9)]),
     st.sampled_from([1.0, 1.25, 2.0, 4.0]),
 )
-_BASIS = st.sampled_from([Basis.NOTHING, Basis.LADDER_ASSUMED | Basis.COSTS_ANALYTIC])
+_BASIS = st.sampled_from([Basis.NOTHING, Basis.LADDER_ASSUMED | Basis.COSTS_ANALYTIC, Basis.COSTS_KERNEL_TABLES])
 _SEEDS = st.integers(0, 2**32)
 
 

@@ -15,6 +15,7 @@ from benchmarks.fidelity_again import cells_again, check_probe, measured_again
 from benchmarks.fidelity_served import (
     NOTHING,
     SCHEDULER,
+    forecast_steps,
     forecasts,
     host_speeds,
     latencies,
@@ -141,6 +142,34 @@ def test_a_host_that_was_slow_for_a_while_is_simulated_so() -> None:
     assert "replayed" not in told
 
 
+def test_mean_step_times_are_forecast_by_mode_and_regime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the costs that the steps are of they are as measured, and half of it where these took twice as long."""
+    monkeypatch.setattr(fidelity_served, "STARTS", 3)
+    costs = analytic_costs()
+    entries, _ = run(costs)
+    setting = SETTING | {"attention": "mixed", "max_model_len": 2000, "rate": 1.0}
+    noted = attrs.evolve(
+        costs, host_work_us=WORK_US,
+        served=ServedHost(scheduler_us=STEP_US, scheduler_prompt_us=PROMPT_US, host_work_us=(WORK_US,) * 4),
+    )  # fmt: skip
+    logs = {"auto": [entries, entries]}
+    found = forecast_steps({"setting": setting}, TRACE, noted, logs)
+    assert sum(each["steps"] for each in found) == 2 * len(entries)
+    assert {each["mode"] for each in found} == {entry.mode for entry in entries}
+    assert [each["error"] for each in found] == pytest.approx([0.0] * len(found), abs=1e-3)
+    slow = [attrs.evolve(entry, cycle_us=2 * (entry.cycle_us or 0.0)) for entry in entries]
+    halved = forecast_steps({"setting": setting}, TRACE, noted, {"auto": [slow]})
+    assert [each["error"] for each in halved] == pytest.approx([-0.5] * len(found), abs=1e-3)
+    # A host that was noted to be slow makes longer what it bounds.
+    eager, _ = run(costs, policy="eager")
+    notes = ServedHost(scheduler_us=STEP_US, host_work_us=tuple(WORK_US * each for each in (1, 90, 30, 60, 1, 1, 20)))
+    busy = attrs.evolve(noted, served=notes)
+    [row] = forecast_steps({"setting": setting}, TRACE, noted, {"eager": [eager]})
+    [slower] = forecast_steps({"setting": setting}, TRACE, busy, {"eager": [eager]})
+    assert (row["regime"], row["error"]) == ("host-bound", pytest.approx(0.0, abs=1e-3))
+    assert slower["error"] > 0.1
+
+
 def test_a_forecast_is_the_middle_of_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among the profile's notes, where it is told nothing; it is one simulation where the profile has none."""
     monkeypatch.setattr(fidelity_served, "STARTS", 5)
@@ -235,8 +264,9 @@ MIDDLE = "the middle of each figure of 3"
 def test_a_result_says_which_table_it_is_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], version: str, made: str
 ) -> None:
-    """It names the table and how it came to be; the profile lies beside it, with no folder of the machine."""
+    """It names the table, how that came to be, and the commit; the profile lies beside it, with no folder of here."""
     monkeypatch.setattr(fidelity, "RESULT", tmp_path / "results" / "fidelity.json")
+    monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
     (tmp_path / "results").mkdir()
     costs = attrs.evolve(analytic_costs(), version=version)
     command = f"kpolicy run --model {tmp_path}/config.json --trace {tmp_path}/t.csv"
@@ -256,6 +286,7 @@ def test_a_result_says_which_table_it_is_of(
     assert fidelity.main([*read, *given, "--date", "2026-11-22"]) == 0
     result = json.loads((tmp_path / "results" / "fidelity-x.json").read_text())
     assert result["table"] == {"made": made, "version": version, "profile": "fidelity-x-profile.json"}
+    assert result["commit"] == "abc1234"
     kept = read_profile(tmp_path / "results" / result["table"]["profile"])
     assert kept.costs == costs
     assert kept.command == f"kpolicy run --model {tmp_path.name}/config.json --trace t.csv"

@@ -1,4 +1,4 @@
-"""docs/fidelity.md tells the runs that were held to forecasts as their results have it, and other pages no more."""
+"""docs/six_fidelity_runs.md tells the first runs that were held to forecasts as their results have it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEFORE_THE_CLAUSES = RUNS[:4]
 """Those judged with ties by how far turns are apart, and by a forecast from the first start"""
 ONE_VERDICT = RUNS[:5]
 """Those in whose verdict forecasts count, and whose noisy cells repeats decide whatever single steps are off by"""
-PAGE = (DOCS / "fidelity.md").read_text(encoding="utf-8").splitlines()
+PAGE = (DOCS / "six_fidelity_runs.md").read_text(encoding="utf-8").splitlines()
 TOLD = " ".join(" ".join(PAGE).split())
 RULE = " ".join((DOCS / "measured_fidelity.md").read_text(encoding="utf-8").split())
 NAMES = {"ttft_p50_ms": 1, "gap_p50_ms": 2}
@@ -82,11 +82,11 @@ def shown(figure: dict[str, float]) -> bool:
     return figure["apart"] <= MOST_APART
 
 
-def spread_of(name: str) -> dict[str, Any]:
-    """What `benchmarks.forecast_spread` found of a run."""
+def spread_of(name: str, by: str = ALONE) -> dict[str, Any]:
+    """What `benchmarks.forecast_spread` found of a run, held to the result whose name ends so."""
     path = earlier.path_of(name).with_stem(f"forecast_spread-h200-{name}")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    assert (found["run"], found["starts"]) == (earlier.path_of(name + ALONE).name, STARTS)
+    assert (found["run"], found["starts"]) == (earlier.path_of(name + by).name, STARTS)
     return found
 
 
@@ -819,7 +819,7 @@ def test_what_the_page_says_of_other_runs_and_loads() -> None:
     """How many before hold, how far off forecasts were, how busy the slowest policy was, and what halves are off by."""
     made, held = before()
     assert (
-        f"Of {made + len(RUNS)} runs on H200s so far {COUNTS[held + held_now()]} hold, each by the rule of its time"
+        f"Of {made + len(RUNS)} runs on H200s until then {COUNTS[held + held_now()]} hold, each by the rule of its time"
         in TOLD
     )
     off = earlier_forecasts()
@@ -835,8 +835,6 @@ def test_what_the_page_says_of_other_runs_and_loads() -> None:
     told = f"Its server is busy for {least:.0f} to {most:.0%} of the time in three of the runs and for "
     assert f"{told}{fourth * 100:.0f} and {latest:.0%} in the latest two" in TOLD
     assert f"`vllm`'s on the 0.5B, busy for {latest * 100:.0f} and {fourth:.0%}, had none either" in TOLD
-    for page in (README, " ".join(" ".join(SIMULATE).split())):
-        assert f"on a server that is busy for {latest * 100:.0f} to {most:.0%} of the time" in page
     halves = [
         row["bias"]
         for name in QWENS
@@ -867,53 +865,33 @@ def test_how_forecasts_were_made() -> None:
     assert f"`--seed 0` to `--seed {STARTS - 1}`" in TOLD
 
 
-def test_other_pages_say_the_same() -> None:
-    """README and simulate.md give the same figures and verdicts and point here."""
-    ttft, gap = ([within(names, key) for names in ((LITE,), QWENS)] for key in NAMES)
-    told = f"within {ttft[0]:.1%} (DeepSeek-V2-Lite's shape) and {ttft[1]:.1%} (Qwen2.5-0.5B's), gaps within "
-    told += f"{gap[0] * 100:.1f} and {gap[1]:.1%}"
-    off = [abs(forecasts(name)[LATE][TTFT]["error"]) for name in QWENS]
-    most = max(abs(error) for name in QWENS for error in over_starts(name, TTFT)[LATE])
-    late = (
-        f"but for one policy's first token on the latter, {min(off) * 100:.1f} to {max(off):.1%} off, and from other "
-    )
-    late += f"starts up to {most:.1%}"
-    made, held = before()
-    apart = gap_apart(LATEST)
-    for page in (README, " ".join(" ".join(SIMULATE).split())):
-        assert f"{told}, {late}" in page
-        assert "s forecasts three of six runs hold" in page
-        assert "old the host's speed the latest run of each model holds" in page
-        assert "the 0.5B's four before it don't" in page
-        assert (
-            f"Of {made + len(RUNS)} runs on H200s {COUNTS[held + held_now()]} hold, each by the rule of its time"
-            in page
-        )
-    assert f"the latest doesn't, by a pair of policies {apart:.1%} apart" in " ".join(" ".join(SIMULATE).split())
+def test_what_the_page_of_the_latest_runs_says_of_these() -> None:
+    """How many hold, by what pairs and first tokens forecasts were wrong, and how far apart policies must be."""
+    latest = " ".join((DOCS / "fidelity.md").read_text(encoding="utf-8").split())
     assert (held_now(), sum(map(holds_as_forecast, RUNS))) == (2, 3)
-    assert not holds_as_forecast(LATEST)
-    odd = rows(FIRST)[("piecewise", "host-bound")]
-    over = judged(FOURTH, ("piecewise", "middle"))[1]
-    told = f"in every mode and regime by the rule, but for a cell of {odd['steps']} steps and one that is {over:.1%} "
-    assert f"{told}off by the middle of repeats." in README
-    singles = [row["error"] for row in rows(LATEST).values() if row["error"] > earlier.MOST]
-    told = f"{singles[0] * 100:.1f} and {singles[1]:.1%} off by single steps, {share_of(LATEST)} by repeats"
-    assert f"The latest run's EAGER and PIECEWISE in the middle are {told}, which decide there." in README
-    assert f"({singles[0] * 100:.1f} and {singles[1]:.1%} by single steps)" in " ".join(" ".join(SIMULATE).split())
-    tokens = [[earlier.written(name)["us_per_token"][policy]["measured"] for policy in PAIR] for name in QWENS[:2]]
-    shares = [auto / split - 1 for split, auto in tokens]
-    told = f"but for one pair, {shares[0] * 100:.1f} and {shares[1]:.1%} apart by time a token; by calibrations before"
-    assert told in README
-    assert f"the latest doesn't, by a pair of policies that is {apart:.1%} apart by gaps." in README
-    for page in (README, " ".join(" ".join(SIMULATE).split())):
-        assert "[in four of five runs mostly by how slow the host was]" in page
-        assert "three of six runs hold, two of them as that token isn't judged; the latest doesn't" in page
+    assert "told the host's speed two hold, as forecasts three, by rules of their times" in latest
+    off = [abs(forecasts(name)[LATE][TTFT]["error"]) for name in QWENS]
+    assert f"launched eagerly, was {min(off) * 100:.1f} to {max(off):.1%} off in [five runs before]" in latest
+    apart = [gap_apart(LATEST)]
+    for name in QWENS[:2]:
+        split, auto = (earlier.written(name)["us_per_token"][policy]["measured"] for policy in PAIR)
+        apart.append(auto / split - 1)
+    assert f"one pair of policies up to {max(apart):.1%} apart" in latest
+    alone = earlier.written(THIRD + ALONE)
+    quick, slow = (alone["us_per_token"][policy]["measured"] for policy in alone["ranked_wrong"][0])
+    most = max(slow / quick - 1, most_apart_before())
+    for page in (latest, README):
+        assert f"pairs up to {most:.1%} apart" in page
+    assert f"a first token of prompts that are launched eagerly was up to {max(off):.1%} off" in README
+    told = (
+        f"Wrong rankings were of policies up to {most:.1%} apart in the figure: don't choose by a difference of less "
+    )
+    assert f"{told}than 7%" in " ".join(" ".join(SIMULATE).split())
     unjudged = [name for name in RUNS if holds_as_forecast(name) and not shown(forecasts(name)[LATE][TTFT])]
     assert unjudged == [SECOND, FOURTH]
     assert min(abs(forecasts(name)[LATE][TTFT]["error"]) for name in unjudged) > MOST_LATENCY
-    told = f"where single steps scatter (one cell is {singles[0]:.1%} off by single steps); as forecasts three of six "
-    assert f"{told}runs, not the latest: a pair of policies {apart:.1%} apart ranks wrongly |" in README
-    assert not earlier.holds("h100-dsv2lite")
+    made, held = before()
+    assert (made + len(RUNS), held + held_now()) == (30, 10)
 
 
 def test_the_changelog_says_what_the_latest_run_is() -> None:

@@ -17,8 +17,12 @@ SERVED = ("--trace", str(TRACE), "--start", "600", "--window", "20")
 
 @pytest.mark.skipif(not TRACE.exists(), reason="the traces lie beside the repository and aren't here")
 def test_the_published_figures_come_out_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each error by part, calibration and start, and the pairs that rank wrongly; without a date nothing is written."""
+    """Each error by part, calibration and start, and the pairs that rank wrongly; the commit is named.
+
+    Without a date nothing is written.
+    """
     monkeypatch.setattr(forecast_spread, "RESULTS", tmp_path)
+    monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
     given = ("--result", str(RESULTS / f"fidelity-{NAME}-before.json"), *SERVED)
     assert main((*given, "--date", "2026-11-29")) == 0
     [made] = tmp_path.iterdir()
@@ -27,6 +31,7 @@ def test_the_published_figures_come_out_again(tmp_path: Path, monkeypatch: pytes
     found, said = (json.loads(path.read_text(encoding="utf-8")) for path in (made, published))
     for name in ("policies", "ranked_wrong_from_starts", "starts", "run"):
         assert found[name] == said[name]
+    assert found["commit"] == "abc1234"
     made.unlink()
     monkeypatch.setattr(forecast_spread, "STARTS", 1)
     assert main(given) == 0

@@ -769,13 +769,15 @@ def test_the_run_before_is_told_as_it_came_out() -> None:
     assert not any(row["better_than_auto"] for row in found[0])
 
 
-@pytest.mark.parametrize("model", ["qwen05b", "dsv2lite"])
-def test_the_shipped_profile_is_the_middle_of_three_calibrations(model: str) -> None:
-    """Each figure of its costs is made of theirs again."""
-    shipped = load_profile(f"{NOW[model].lower()}-h200")
-    made = middle([load_profile(RESULTS / "raw" / f"profile_shipped_{model}_{number}.json") for number in (1, 2, 3)])
-    assert shipped.costs == made.costs
+@pytest.mark.parametrize(("model", "run"), [("qwen05b", "rate-0.7-twenty-second"), ("dsv2lite", "dsv2lite-twentieth")])
+def test_the_shipped_profile_is_the_middle_of_three_calibrations(model: str, run: str) -> None:
+    """It is the one that a run of fidelity was held to, and each figure of its costs is made of theirs again."""
+    shipped, before = load_profile(f"{NOW[model].lower()}-h200"), f"fidelity-h200-{run}-profile"
+    assert shipped == load_profile(RESULTS.parent / f"{before}.json")
+    made = middle([load_profile(RESULTS.parent / f"{before}-{number}.json") for number in (1, 2, 3)], shipped.command)
+    assert (shipped.costs, shipped.command) == (made.costs, made.command)
     assert (shipped.device, shipped.model, shipped.model_shape) == (made.device, made.model, made.model_shape)
+    assert f"`{before}.json`" in GUIDE
 
 
 def test_shipped_profiles_are_told_as_they_are() -> None:
@@ -1157,6 +1159,22 @@ def test_what_was_tried_for_further_rows_is_told_as_it_came_out() -> None:
     ) in words
     others = [each for name, of in ratios["most64"].items() if name not in {odd, long} for each in of.values()]
     assert f"all else is {least_to_most(others)}." in words
+
+
+def test_spreading_programs_is_told_as_it_came_out() -> None:
+    """No help where it was meant to, and what it is worth elsewhere."""
+    words, cells = " ".join("\n".join(DOC).split()), read("attention_spread")["cells"]
+    odd, even = "dsv2lite/8 x 4000 uneven", "dsv2lite/160 x 1000"
+    assert all(found["spread"]["same_bits"] and found["now"]["same_bits"] for found in cells.values())
+    us, over = cells[odd]["spread"]["layer_us"], cells[odd]["spread"]["over_now"]
+    took, ratios = ([of[graph] for graph in of if graph != "8"] for of in (us, over))
+    assert (
+        f"{min(took)} to {max(took)} us in graphs of 16 to 160, {least_to_most(ratios)} of the time. So a processor"
+    ) in words
+    rest = [each for name, of in cells.items() if name not in {odd, even} for each in of["spread"]["over_now"].values()]
+    [best] = cells[even]["spread"]["over_now"].values()
+    told = f"160 x 1,000 take {best[0]:.2f}; all else is {least_to_most([*rest, over['8']])} (a run of its own, "
+    assert f"{told}{len(cells)} cells" in words
 
 
 def test_host_time_of_a_step_is_told_as_its_results_have_it() -> None:

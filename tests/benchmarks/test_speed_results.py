@@ -118,9 +118,11 @@ def test_the_page_of_planning_has_its_speed() -> None:
 
 
 def test_the_page_of_simulations_has_its_speed() -> None:
-    """docs/simulate.md: each figure of its two tables, with the date."""
+    """docs/simulate.md: each figure of its two tables, with the date and the commit."""
     page, whole = words("simulate.md"), SPEED["whole_trace"]
-    assert f"kpolicy {SPEED['kpolicy']}, Python {SPEED['python'].rpartition('.')[0]}, {SPEED['date']}" in page
+    made = f"kpolicy {SPEED['kpolicy']}, Python {SPEED['python'].rpartition('.')[0]}, {SPEED['date']}"
+    assert f"{made}, at {SPEED['commit']}, two cores" in page
+    assert SPEED["cores"] == 2
     steps, seconds = ([row[name] for row in whole] for name in ("steps", "seconds"))
     assert (
         f"{REQUESTS:,} requests, {round(min(steps), -3):,} to {round(max(steps), -3):,} steps by policy | "
@@ -130,7 +132,7 @@ def test_the_page_of_simulations_has_its_speed() -> None:
     assert f"ten million decisions, `vllm` and `auto` | {vllm:.0f} and {auto:.0f} s |" in page
     for server, told in (("3 drafts a row", "with three drafts a row"), ("2 ranks", "on two ranks")):
         seconds = sorted(row["seconds"] for row in SPEED["through_the_scheduler"] if row["server"] == server)
-        assert f"the whole trace {told} | {seconds[0]:.0f} to {seconds[-1]:.0f} s |" in page
+        assert f"the whole trace {told} | {seconds[0]:.1f} to {seconds[-1]:.1f} s |" in page
     first, *others = (f"{row['us_per_step']:.1f}" for row in SPEED["by_length"])
     assert f"| a step, us | {first} (its start is a large part) | {' | '.join(others)} |" in page
     short, _, long, longest = (row["mib_over_the_trace"] for row in SPEED["by_length"])

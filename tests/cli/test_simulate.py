@@ -15,8 +15,10 @@ import pytest
 from kpolicy.costs import analytic_costs
 from kpolicy.schemas import Profile, read_decision_log, read_step_log, write_profile
 from kpolicy.simulate import Server, simulate
+from kpolicy.simulate.aiconfigurator import aiconfigurator_costs
 from tests.cli.conftest import Command, write
 from tests.cli.test_bad_input import refused
+from tests.fakes.aiconfigurator import install
 from tests.observe.processor import find_processor, query
 
 LLAMA_8B: dict[str, Any] = {
@@ -573,6 +575,35 @@ def test_tables_without_the_package_say_what_to_install(
         monkeypatch.setitem(sys.modules, name, None)
     ended = kpolicy("simulate", trace, "--config", config, "--tables", "aiconfigurator")
     refused(ended, "--tables aiconfigurator needs aiconfigurator-core")
+
+
+def test_kernel_tables_arent_called_nothing_measured(
+    kpolicy: Command, trace: Path, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reasons, what decisions assume and what the commands say of costs name them; a profile of them too."""
+    install(monkeypatch)
+    given = (trace, "--config", config, "--tables", "aiconfigurator")
+    ended = kpolicy("simulate", *given, "--policy", "auto")
+    assert ended.code == 0, ended.err
+    told = " ".join(ended.out.split())
+    assert "this is the cheapest legal way by kernel tables that their publisher measured, not on your device" in told
+    assert "assuming costs of published kernel tables" in told
+    found = kpolicy("simulate", *given, "--policy", "auto", "--json").json["traces"][0]["policies"][0]
+    swept = kpolicy("sweep", *given, "--policy", "auto", "--jobs", 1, "--json").json["cases"][0]["result"]
+    for result in (found, swept):
+        assert {*result["reasons"]} <= {"cheapest_kernel_tables", "eager_is_cheaper_kernel_tables"}
+        assert result["assumes"] == ["costs_kernel_tables"]
+        assert result["measured"] is False
+    said = kpolicy("plan", *given, "--budget", 4).out
+    assert re.search(r"^costs    aiconfigurator-core .* \(kernels measured by their publisher, not on your", said, re.M)
+    assert "kernels that their publisher measured, not on your device, and analytic host and capture costs" in said
+    costs, _ = aiconfigurator_costs(config)
+    write_profile(tmp_path / "k.json", Profile(costs=costs, device="A device", model=""))
+    profiled = kpolicy("simulate", trace, "--profile", tmp_path / "k.json", "--policy", "auto").out
+    assert "of kernel tables: kernels measured by their publisher, not on your device" in " ".join(profiled.split())
+    for out in (ended.out, said, profiled):
+        assert "nothing was measured" not in " ".join(out.split())
+        assert "analytic times are flat" not in " ".join(out.split())
 
 
 def test_the_document_has_every_field_of_a_result(kpolicy: Command, trace: Path) -> None:

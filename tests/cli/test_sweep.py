@@ -139,6 +139,25 @@ def test_a_trace_of_which_nothing_is_served(kpolicy: Command, tmp_path: Path) ->
     assert told["cases"][0]["result"]["refused"] == {"over_kv_capacity": 1}
 
 
+def test_nobody_waited_for_captures_where_none_was_served(kpolicy: Command, tmp_path: Path) -> None:
+    """Of a trace that is handed back whole no command tells a wait; beside one that is served that one's is told."""
+    head = "timestamp,input_length,output_length"
+    long, short = write(tmp_path / "long.csv", head, "0,1000000,9"), write(tmp_path / "short.csv", head, "0,10,3")
+    given = ("--policy", "full", "--policy", "eager")
+    for command in ("sweep", "simulate"):
+        ended = kpolicy(command, long, *given)
+        assert "full" in ended.out
+        assert "the first request waited" not in ended.out
+        assert "the first request waited" in kpolicy(command, short, *given).out
+    told = kpolicy("sweep", long, short, *given, "--json").json
+    waits = {
+        (line["case"]["trace"], line["case"]["policy"]): line["result"]["started_after_s"] for line in told["cases"]
+    }
+    captures = next(line["result"]["capture_s"] for line in told["cases"] if line["case"]["policy"] == "full")
+    assert waits.pop(("short.csv", "full")) == captures > 0
+    assert waits == dict.fromkeys([("long.csv", "full"), ("long.csv", "eager"), ("short.csv", "eager")], 0.0)
+
+
 def test_rows_that_a_trace_lost_are_told(kpolicy: Command, tmp_path: Path) -> None:
     """By trace, in words and as JSON; one that lost none isn't named."""
     head = "timestamp,input_length,output_length"

@@ -19,6 +19,7 @@ from kpolicy.policies.base import Way
 from kpolicy.policies.rank_times import RankTimes, Voted
 from kpolicy.settings import Objective, Settings
 from kpolicy.shapes import BatchShape
+from kpolicy.step_effects import StepEffects
 from kpolicy.testing.strategies import contexts, shapes
 
 ROUNDED_US = 0.01
@@ -76,6 +77,58 @@ def test_one_rank(overlap, slow, prepared, padding_us):
             numbers = shape.numbers
             told, expected = times.cost(way, voted(times, numbers)), table.cost(way.launches, numbers)
             assert told == pytest.approx(expected, abs=ROUNDED_US), f"{name}: {way}"
+
+
+OWN = StepEffects(
+    one_row_overlap=0.9, one_row_slowdown=3.0, many_rows_overlap=0.1, many_rows_slowdown=1.2,
+    outlasted_share=((4, 0.2), (32, 0.7)),
+)  # fmt: skip
+"""Halves overlap by how many rows and prompt tokens there are"""
+BESIDE = [way for way in ONE_STEP + SEVERAL if way.form in (SplitForm.BESIDE, SplitForm.DECODES_BESIDE)]
+
+
+def test_halves_overlap_by_a_ranks_own_rows_and_prompts():
+    """By one row's or many rows' own, and short prompts'; with another rank by the most that either adds."""
+    table = attrs.evolve(TABLE, overlap_cost=0.5, decode_slowdown=2.0, effects=OWN)
+    times = RankTimes(table)
+    drawn = [
+        BatchShape(decodes=[(1, rows)], prefills=[(tokens, 0)], decode_kv_tokens=200 * rows).numbers
+        for rows in (1, 3, 8, 40)
+        for tokens in (2, 9, 300)
+    ]
+    assert len({table.overlap_of(each.num_decodes, each.num_prefill_tokens) for each in drawn}) == len(drawn)
+    own = [(rank, [table.cost(way.launches, rank) for way in BESIDE]) for rank in drawn]
+    for rank, expected in own:
+        for way, cost in zip(BESIDE, expected, strict=True):
+            assert times.cost(way, voted(times, rank)) == pytest.approx(cost, abs=ROUNDED_US), str(way)
+    for (one, costs), (other, others) in itertools.combinations(own, 2):
+        largest = voted(times, one, other)
+        most = [
+            max(pair) for pair in zip(*(table.overlap_of(*rows_of(rank))[:3] for rank in (one, other)), strict=True)
+        ]
+        assert largest.overlap[:3] == pytest.approx(most)
+        for way, *both in zip(BESIDE, costs, others, strict=True):
+            slowest = max(each.cycle_us for each in both)
+            assert times.cost(way, largest).cycle_us >= slowest - ROUNDED_US, str(way)
+
+
+def rows_of(numbers):
+    """Decode rows, and tokens of prompts."""
+    return numbers.num_decodes, numbers.num_prefill_tokens
+
+
+def test_where_one_rank_gains_nothing_by_halves_beside_each_other_the_longer_sum_counts():
+    """One row's overlap costs more than the halves in turn, eight rows' doesn't: no less than either rank takes."""
+    table = attrs.evolve(TABLE, overlap_cost=0.4, effects=StepEffects(one_row_overlap=1.5))
+    times = RankTimes(table)
+    one, few = (
+        BatchShape(decodes=[(1, rows)], prefills=[(30, 900)], decode_kv_tokens=900 * rows).numbers for rows in (1, 8)
+    )
+    assert [table.overlap_of(rank.num_decodes).gains for rank in (one, few)] == [False, True]
+    for way in BESIDE:
+        slowest = max(table.cost(way.launches, rank).cycle_us for rank in (one, few))
+        assert times.cost(way, voted(times, one, few)).cycle_us >= slowest - ROUNDED_US
+        assert times.cost(way, voted(times, one)) == pytest.approx(table.cost(way.launches, one), abs=ROUNDED_US)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.4, 1.0])
@@ -206,7 +259,5 @@ def test_a_rank_by_itself_decides_as_without_ranks(context, shape):
     alone, found = policy.select(*numbers), policy.agree(policy.vote(numbers), numbers)
     scores = [costs.score(costs.cost(each.launches, numbers), context.objective) for each in (found, alone)]
     weights = context.objective.step_weight + context.objective.gap_weight
-    # Ranks go by the overlap with eight rows beside a long prompt, whatever rows there are.
-    alike = costs.overlap_of(numbers.num_decodes, numbers.num_prefill_tokens) == costs.overlap
-    if costs.overlap_cost <= 1 and alike:
+    if costs.overlap_of(numbers.num_decodes, numbers.num_prefill_tokens).gains:
         assert scores[0] <= scores[1] + ROUNDED_US * weights

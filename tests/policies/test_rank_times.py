@@ -64,14 +64,15 @@ def padding_us(way, context, ranks):
 def test_votes_tell_what_the_slowest_rank_takes(context, drawn):
     """For any rows on any ranks each way's time is that of its slowest rank, or at least that for several steps.
 
-    But for what padding takes more where a rank has some and the slowest has none, and for what one row beside a prompt
-    has of its own: ranks take it as a few.
+    But for what padding takes more where a rank has some and the slowest has none, and for halves beside each other of
+    ranks whose rows slow each other down by unlike much: at least that.
     """
-    context = attrs.evolve(context, costs=attrs.evolve(context.costs, effects=StepEffects()))
     ranks = [shape.numbers for shape in drawn]
+    overlaps = {context.costs.overlap_of(rank.num_decodes, rank.num_prefill_tokens) for rank in ranks}
+    unlike = len(overlaps) > 1 or not all(each.gains for each in overlaps)
     votes = reduced(get_policy("auto").compile(context), ranks)
     for way, told, slowest in ways_of(ranks, context, votes):
-        bound = any(launch.repeat > 1 for launch in way.launches) or context.costs.overlap_cost > 1
+        bound = any(launch.repeat > 1 for launch in way.launches) or unlike
         # A vote's rounding counts once a repeat.
         rounded_us = ROUNDED_US * max((launch.repeat for launch in way.launches), default=1)
         unknown_us = padding_us(way, context, ranks) if len(ranks) > 1 else 0.0

@@ -6,13 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
-from kpolicy.errors import ConfigError, UnknownNameError
+from kpolicy import BatchShape, Engine
+from kpolicy.costs import CostTable, Curve
+from kpolicy.errors import ConfigError, ProfileError, UnknownNameError
 from kpolicy.figures import config_costs
 from kpolicy.kv_span import KvSpan
+from kpolicy.reasons import Basis, Reason
+from kpolicy.schemas import Profile, dumps, loads
 from kpolicy.simulate import aiconfigurator
 from kpolicy.simulate.aiconfigurator import SYSTEMS, aiconfigurator_costs
+from tests.fakes.aiconfigurator import install
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
@@ -51,6 +57,39 @@ def test_devices_without_tables_are_refused(config: Path) -> None:
         aiconfigurator_costs(config, "ascend-910b")
 
 
+def test_decisions_say_that_the_publisher_measured(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their reasons, their basis and `explain`: not that nothing was measured, nor that the device was."""
+    install(monkeypatch)
+    costs, fit = aiconfigurator_costs(config, "H100")
+    assert fit.measured_share == pytest.approx(0.5)
+    graph, eager = Reason.CHEAPEST_KERNEL_TABLES, Reason.EAGER_IS_CHEAPER_KERNEL_TABLES
+    slow = Curve((1, 512), (1e6, 1e6))
+    for table, reason in ((costs, graph), (attrs.evolve(costs, full=slow, piecewise=slow), eager)):
+        engine = Engine("auto", ladder=[32, 64], costs=table)
+        for shape in (BatchShape.decode(17), BatchShape(prefills=[(60, 0)])):
+            told = engine.explain(shape)
+            assert told.decision == engine.decide(shape)
+            assert told.costs.startswith(f"{costs.version} (kernels measured by their publisher, not on your device")
+        decision = engine.decide(BatchShape.decode(17))
+        assert decision.reason is reason
+        assert decision.basis.names == ("ladder_assumed", "support_assumed", "costs_kernel_tables")
+        assert decision.why.endswith("the stated attention support and costs of published kernel tables)")
+    for text in (graph.text, eager.text):
+        assert text.endswith("by kernel tables that their publisher measured, not on your device")
+    assert Engine("full", costs=costs).decide(BatchShape.decode(17)).basis == BY_RULE
+    assert read_back(costs) == costs
+    with pytest.raises(ProfileError, match="leave measured or kernel_tables out"):
+        attrs.evolve(costs, measured=True)
+
+
+BY_RULE = Basis.LADDER_ASSUMED | Basis.SUPPORT_ASSUMED
+
+
+def read_back(costs: CostTable) -> CostTable:
+    """As a profile's file has it."""
+    return loads(dumps(Profile(costs=costs, device="a device", model="a model")), Profile).costs
+
+
 @pytest.mark.parametrize("device", SYSTEMS)
 def test_tables_lie_near_the_roofline(config: Path, device: str) -> None:
     """Measured kernels and published figures agree within a factor at every size, and padding is nearly free to 64."""
@@ -58,6 +97,7 @@ def test_tables_lie_near_the_roofline(config: Path, device: str) -> None:
     costs, fit = aiconfigurator_costs(config, device)
     assert fit.package.startswith("aiconfigurator-core ")
     assert not costs.measured
+    assert costs.kernel_tables
     assert 0.5 < fit.measured_share <= 1
     assert fit.decode_error < 0.25
     roofline = config_costs(config, device)

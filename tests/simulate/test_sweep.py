@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kpolicy import __version__
+from kpolicy.attention import Claims
 from kpolicy.attention.support import parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.errors import ConfigError, SchemaError
@@ -27,7 +29,7 @@ from kpolicy.scheduling.generator import generate_trace
 from kpolicy.scheduling.traces import FailedTrace, Trace
 from kpolicy.simulate import simulate
 from kpolicy.simulate.pareto import METRICS, MOST_PANELS, _panel, draw, points_of
-from kpolicy.simulate.sweep import Axes, Common, LocalBackend, SweepFile, sweep
+from kpolicy.simulate.sweep import Axes, Case, Common, LocalBackend, SweepFile, run_case, sweep
 from tests.writing import device, room_for
 
 from .helpers import COSTS, SIZES, server, trace_of
@@ -108,6 +110,55 @@ def test_a_sweep_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     assert seen[0] == 5
     assert path.read_bytes() == whole
     assert sweep(AXES, common(), path=path, backend=Refuses()) == lines
+
+
+def test_what_captures_nothing_runs_once_for_all_ladders(tmp_path: Path) -> None:
+    """Each ladder has its line, as if it had run; a sweep cut between two of them runs no more than was left."""
+    path, shared = tmp_path / "s.jsonl", common()
+    shared = attrs.evolve(shared, ladders={**shared.ladders, "one": CaptureSizes((1,))})
+    backend, seen = Counts(), []
+    lines = sweep(AXES, shared, path=path, backend=backend, progress=lambda *each: seen.append(each))
+    ran = [(case.policy, case.ladder) for case in backend.cases]
+    assert ran == 4 * [("auto", "own"), ("eager", "own"), ("auto", "two"), ("auto", "one")]
+    assert seen == [(done, 24) for done in range(25)]
+    assert lines == [run_case(case, shared) for case in AXES.cases(shared)]
+    whole = path.read_bytes()
+    kept = whole.splitlines(keepends=True)
+    of_eager = [json.loads(line)["case"]["ladder"] for line in kept[2:5]]
+    assert of_eager == ["own", "two", "one"]
+    for first in range(2, 6):
+        path.write_bytes(b"".join(kept[:first]))
+        backend = Counts()
+        assert sweep(AXES, shared, path=path, backend=backend) == lines
+        assert path.read_bytes() == whole
+        assert len(backend.cases) == {2: 15, 3: 14, 4: 14, 5: 14}[first]
+
+
+def test_a_policy_that_attention_takes_all_graphs_of_runs_once_too() -> None:
+    """One that plans graphs by one ladder and none by another runs for each; so does one that can't run."""
+    shared, backend = common(attention=Claims.at_level("none")), Counts()
+    sweep(Axes(policies=("full", "piecewise")), shared, backend=backend)
+    assert [(case.trace, case.policy, case.ladder) for case in backend.cases] == [
+        (trace, policy, ladder)
+        for trace in ("short", "twice")
+        for ladder, policies in (("own", ("full", "piecewise")), ("two", ("piecewise",)))
+        for policy in policies
+    ]
+    backend = Counts()
+    lines = sweep(Axes(policies=("eager",)), common(attention="no such kind"), backend=backend)
+    assert len(backend.cases) == 4
+    assert all("no such kind" in line["error"] for line in lines)
+
+
+class Counts:
+    """A backend that notes what it is asked to run."""
+
+    def __init__(self) -> None:
+        self.cases: list[Case] = []
+
+    def run(self, cases: Sequence[Case], shared: Common) -> Iterator[dict[str, Any]]:
+        self.cases += cases
+        return LocalBackend(1).run(cases, shared)
 
 
 class Refuses:

@@ -22,7 +22,6 @@ from kpolicy.modes import Mode, Part
 from kpolicy.policies import get_policy
 from kpolicy.policies.auto import AutoPolicy
 from kpolicy.policies.base import CompiledPolicy, Policy, PolicyContext
-from kpolicy.reasons import Basis
 from kpolicy.registry import GraphRegistry
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchShape
@@ -256,7 +255,7 @@ class State:
             costs=costs,
             settings=self.settings,
             objective=self.objective,
-            basis=Basis.NOTHING if costs.measured else Basis.COSTS_ANALYTIC,
+            basis=costs.basis,
         )
 
     def others_decode(self) -> bool:
