@@ -197,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "kpolicy": kpolicy.__version__,
                 "python": platform.python_version(),
                 "settings": attrs.asdict(SERVER.settings),
+                "profiles": {name: load_profile(name).costs.version for name in PROFILES},
                 "kv_tokens": SERVER.kv_tokens,
                 "rows": rows,
             }

@@ -29,8 +29,8 @@ GAP_FIRST_TOKEN_LIMIT = 1.25
 
 Without such a weight it is 1: what prompts lose by decode steps beside them adds up along a queue. With 1.25 and costs
 of Llama-3.1-8B on an H200, recorded traces simulated at 0.7 and 1.3 times what the device can serve, median first
-tokens came up to 1.7 times as late as by vLLM's rule, for 0.9% less to 3.3% more tokens a second. Where more is asked
-for long than can be served 1.25 is better, by 6.2% of throughput in one such load (docs/simulate.md).
+tokens came up to 1.3 times as late as by vLLM's rule, for 0.9% less to 2.9% more tokens a second. Where more is asked
+for long than can be served 1.25 is better, by 4.8% of throughput in one such load (docs/simulate.md).
 """
 
 

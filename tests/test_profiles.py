@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from benchmarks.command import without_folders
 from kpolicy.errors import ConfigError, SchemaError, UnknownNameError
 from kpolicy.figures import model_figures
 from kpolicy.profiles import find_profile, load_profile, profile_names
@@ -15,13 +17,17 @@ from tests.test_figures import DEEPSEEK_V2_LITE, LLAMA_1B, LLAMA_8B_CONFIG, QWEN
 
 @pytest.mark.parametrize("name", profile_names())
 def test_every_profile_reads(name: str) -> None:
-    """Each was measured, says on what, and gives the simulator its costs."""
+    """Each was measured, says on what and what its host did while it served, and gives the simulator its costs."""
     profile = load_profile(name)
     assert profile.costs.measured
     assert profile.device
     assert profile.measured_at
-    assert profile.command.startswith(("kpolicy ", "python -m benchmarks.gpu.regret "))
+    assert profile.command.startswith(("kpolicy calibrate ", "python -m benchmarks.middle_profile "))
+    assert profile.command == without_folders(shlex.split(profile.command))
     assert profile.costs.kv_span is not None
+    assert profile.costs.served is not None
+    assert profile.costs.served.scheduler_us > 0
+    assert len(profile.costs.served.host_work_us) > 1
     assert cost_model(profile=Path(name)).costs == profile.costs
 
 

@@ -1,7 +1,7 @@
 """Profiles that ship with kpolicy: ``NAME.json`` beside this file.
 
-`kpolicy calibrate`, `kpolicy run` or the GPU benchmarks' own calibration measured them. A name is the model's and the
-device's, as in ``qwen2.5-0.5b-h200``; docs/gpu.md says how each was measured.
+`kpolicy calibrate` measured them, two of them three times over (`kpolicy.middle_profile`). A name is the model's and
+the device's, as in ``qwen2.5-0.5b-h200``; docs/gpu.md says how each was measured.
 """
 
 from __future__ import annotations

@@ -789,14 +789,14 @@ ELSEWHERE_MADE = {
     "rate-2-sixteenth-elsewhere": "0.5B, sixteenth, by the fifteenth's profile",
     "dsv2lite-eighteenth-elsewhere": "DeepSeek-V2-Lite, eighteenth, by the seventeenth's profile",
     "rate-2-fourteenth-shipped": "0.5B, fourteenth, by the profile that shipped then",
-    "rate-2-fifteenth-shipped": "0.5B, fifteenth, by the profile that ships",
-    "dsv2lite-eighteenth-shipped": "DeepSeek-V2-Lite, eighteenth, by the profile that ships",
+    "rate-2-fifteenth-shipped": "0.5B, fifteenth, by the profile that shipped until 2026-11-30",
+    "dsv2lite-eighteenth-shipped": "DeepSeek-V2-Lite, eighteenth, by the profile that shipped until 2026-11-30",
 }
 """Runs by profiles of other hosts, and what their rows begin with"""
 
 
 def test_profiles_of_other_hosts_are_held_to_the_latest_runs() -> None:
-    """Those made before the runs before, and those that ship: a row each, and what they are over the line by."""
+    """Those made before the runs before, and those that shipped: a row each, and what they are over the line by."""
     page = " ".join(" ".join(SHORT).split())
     rows = {
         name: in_short(name).partition(", elsewhere")[2] or in_short(name).partition(", shipped")[2]
@@ -805,16 +805,18 @@ def test_profiles_of_other_hosts_are_held_to_the_latest_runs() -> None:
     expected = [f"| {begin}{rows[name]}" for name, begin in ELSEWHERE_MADE.items()]
     assert table_of(expected[0], SHORT) == (8, expected)
     for name, made in (("qwen2.5-0.5b-h200", "rate-2-fifteenth"), ("deepseek-v2-lite-h200", "dsv2lite-eighteenth")):
-        shipped = load_profile(name)
+        shipped = read_profile(path_of(f"{made}-shipped", "-profile"))
         assert read(f"{made}-shipped")["measured_at"] == shipped.measured_at
         assert read(f"{made}-shipped")["host_work_us"] == shipped.costs.host_work_us
+        assert shipped.measured_at[:10] == "2026-11-28"
+        assert load_profile(name).measured_at[:10] == "2026-11-30"
     for made, before in (
         ("rate-2-fifteenth", "rate-2-fourteenth"), ("rate-2-sixteenth", "rate-2-fifteenth"),
         ("dsv2lite-eighteenth", "dsv2lite-seventeenth"),
     ):  # fmt: skip
         costs = read_profile(path_of(f"{made}-elsewhere", "-profile")).costs
         assert costs == read_profile(path_of(before + ALONE, "-profile")).costs
-    share = load_profile("qwen2.5-0.5b-h200").costs.effects.outlasted_share
+    share = read_profile(path_of("rate-2-fifteenth-shipped", "-profile")).costs.effects.outlasted_share
     assert share == read_profile(path_of("rate-2-fourteenth", "-profile")).costs.effects.outlasted_share
     shipped = [f"rate-2-{run}" for run in ("fourteenth-shipped", "fifteenth-shipped", "fifteenth-shipped-before")]
     had = [read_profile(path_of(name, "-profile")).costs.effects.outlasted_share for name in shipped]
@@ -853,14 +855,14 @@ def test_profiles_of_other_hosts_are_held_to_the_latest_runs() -> None:
              for part in (one, ran_again(read(name), "eager", "host-bound")[1])]  # fmt: skip
     told = "{:.1f} and {:.1%} off by the fourteenth's profile and {:.1f} and {:.1%} by the seventeenth's; "
     told += "{:.1f} and {:.1%} "
-    told += "by the 0.5B's that ships and {:.1f} and {:.1%} by DeepSeek-V2-Lite's (by the runs' own {:.1f} "
+    told += "by the 0.5B's that shipped and {:.1f} and {:.1%} by DeepSeek-V2-Lite's (by the runs' own {:.1f} "
     told += "and {:.1%} and "
     told += "{:.1f} and {:.1%})"
     assert told.format(*eager) in page
     pieces = [rows_of(name)["piecewise", "host-bound"]["error"] for name in names]
     told = "makes host-bound**, singly: {:.1f} and {:.1%} by the fourteenth's and the seventeenth's profile, "
     told += "{:.1f} and "
-    told += "{:.1%} by those that ship (by the runs' own {:.1f} and {:.1%})."
+    told += "{:.1%} by those that shipped (by the runs' own {:.1f} and {:.1%})."
     assert told.format(*(each * 100 if i % 2 == 0 else each for i, each in enumerate(pieces))) in page
 
 

@@ -16,7 +16,8 @@ from benchmarks.gpu import overhead, padded, soak
 from benchmarks.gpu import regret as measured_regret
 from benchmarks.gpu.regret import at_once
 from kpolicy.ladders import decode_sizes
-from kpolicy.profiles import find_profile, load_profile
+from kpolicy.middle_profile import middle
+from kpolicy.profiles import load_profile
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -768,20 +769,41 @@ def test_the_run_before_is_told_as_it_came_out() -> None:
     assert not any(row["better_than_auto"] for row in found[0])
 
 
-@pytest.mark.parametrize("model", NOW)
-def test_the_shipped_profile_is_what_regret_was_measured_by(model: str) -> None:
-    """Its costs are those of the last table that the model's shapes were picked by; short prompts were timed later."""
-    shipped = json.loads(find_profile(f"{NOW[model].lower()}-h200").read_text(encoding="utf-8"))
-    measured = raw(model)["tables"][-1]["costs"]
-    if model == "qwen05b":
-        later = RESULTS.parent / "fidelity-h200-rate-2-fourteenth-profile.json"
-        timed = json.loads(later.read_text(encoding="utf-8"))
-        assert shipped["costs"].pop("outlasted_share") == timed["costs"]["outlasted_share"]
-        assert (shipped["model_shape"], shipped["device"]) == (timed["model_shape"], timed["device"])
-        version, _, share = shipped["costs"]["version"].partition("; ")
-        assert share.startswith(f"outlasted_share {timed['measured_at'][:10]}, ")
-        shipped["costs"]["version"] = version
-    assert shipped["costs"] == measured
+@pytest.mark.parametrize(("model", "run"), [("qwen05b", "rate-0.7-twenty-second"), ("dsv2lite", "dsv2lite-twentieth")])
+def test_the_shipped_profile_is_the_middle_of_three_calibrations(model: str, run: str) -> None:
+    """It is the one that a run of fidelity was held to, and each figure of its costs is made of theirs again."""
+    shipped, before = load_profile(f"{NOW[model].lower()}-h200"), f"fidelity-h200-{run}-profile"
+    assert shipped == load_profile(RESULTS.parent / f"{before}.json")
+    made = middle([load_profile(RESULTS.parent / f"{before}-{number}.json") for number in (1, 2, 3)], shipped.command)
+    assert (shipped.costs, shipped.command) == (made.costs, made.command)
+    assert (shipped.device, shipped.model, shipped.model_shape) == (made.device, made.model, made.model_shape)
+    assert f"`{before}.json`" in GUIDE
+
+
+def test_shipped_profiles_are_told_as_they_are() -> None:
+    """The day, what their hosts did while they served, what an eager step takes the host, and what regret is of."""
+    found = {model: load_profile(f"{name.lower()}-h200") for model, name in NOW.items()}
+    ((day,),) = {tuple({profile.measured_at[:10] for profile in found.values()})}
+    assert f"ship, measured on {day} with" in GUIDE
+    slower = {}
+    for model, profile in found.items():
+        served = profile.costs.served
+        assert served is not None
+        slower[model] = served.slower(profile.costs.host_work_us)
+    mean = [f"{each['mean']:.2f}" for each in slower.values()]
+    most = max(each["most"] for each in slower.values())
+    told = f"{', '.join(mean[:-1])} and {mean[-1]} times as long in the mean as in their launches, in this order"
+    assert f"{told}, and up to {most:.1f} times" in GUIDE
+    shares = {model: profile.costs.effects.outlasted_share for model, profile in found.items()}
+    assert [model for model, share in shares.items() if share is None] == ["dsv2lite"]
+    us = found["qwen05b"].costs.host_eager.base_for(decodes=True, prefills=True)
+    assert f"takes the host {us / 1e3:.1f} ms by its table" in GUIDE
+    for model, (wanted, of) in {"qwen05b": (20, 240), "dsv2lite": (240, 240), "llama1b": (240, 240),
+                                "llama8b": (61, 240)}.items():  # fmt: skip
+        cells, tables = raw(model)["cells"].values(), raw(model)["tables"]
+        assert (sum(shape["table"] == len(tables) - 1 for shape in cells), len(cells)) == (wanted, of)
+        assert found[model].costs.version not in [table["costs"]["version"] for table in tables]
+    assert "all shapes of Llama-3.2-1B and DeepSeek-V2-Lite, of Qwen2.5-0.5B 20 of 240 and of Llama-3.1-8B 61." in GUIDE
 
 
 def test_gpt2_is_told_as_its_results_have_it() -> None:

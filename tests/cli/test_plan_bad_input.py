@@ -51,7 +51,7 @@ HEADER = "timestamp,input_length,output_length"
         ("--most-loss decoed=0.1", ["most_loss names the list 'decoed'", "decode, prefill"]),
         ("--against sglang", ["--against says what --most-loss compares with", "--most-loss 0"]),
         ("--most-loss 0 --against sglnag", ["'sglnag'", "sglang"]),
-        ("--most-loss 0 --profile qwen2.5-0.5b-h200", ["no plan of up to 349 sizes", "Allow more loss"]),
+        ("--most-loss 0 --profile qwen2.5-0.5b-h200", ["no plan of up to 420 sizes", "Allow more loss"]),
         ("--most-loss 0 --against eager", ["'eager' captures nothing to compare with", "sglang"]),
         ("--most-loss 0.01 --budget 1", ["1 size can't keep every step as near", "it takes"]),
         ("--ladder 1,2,4", ["--ladder is what plan looks for"]),

@@ -68,11 +68,9 @@ def test_worth_in_short() -> None:
         assert f"{-min(decodes):.1f}% better to {max(decodes):.2f}% worse" in page
         assert f"{-min(again):.1f}% below to {max(again):.2f}% above the default" in page
         assert f"all {sum(row[part]['settled'] for row in rows for part in ('fewer', 'as_many'))} plans settled" in page
-        assert f"{max(EXCEPTIONS.values()):.2%} worse with as many sizes" in page
-
-
-EXCEPTIONS = {("as_many", "qwen2.5-0.5b-h200", "BurstGPT x600"): 0.0075}
-"""Lists of decodes alone that aren't within the limits, which the page says: steps of the second half are larger"""
+    worst = max(row["decode"]["as_many"]["against_default"] for row in rows)
+    assert f"all {len(rows)} lists, of which the worst is {worst:.2%} worse with as many sizes" in pages[0]
+    assert f"the {len(rows)} decode lists too: of these the worst is {worst:.2%} worse" in pages[1]
 
 
 @pytest.mark.parametrize(("part", "most"), [("fewer", 0.02), ("as_many", 0.0025)])
@@ -87,15 +85,11 @@ def test_worth_is_within_its_limits(part: str, most: float) -> None:
             assert found["share_of_graphs"] <= (0.6 if part == "fewer" else 1.0)
             assert found["against_default"] <= most, (each["costs"], row["trace"])
             assert found["decode_steps_against_default"] <= most, (each["costs"], row["trace"])
-            known = EXCEPTIONS.get((part, each["costs"].partition(",")[0], row["trace"]))
-            if known is None:
-                assert decode["against_default"] <= most, (each["costs"], row["trace"])
-            else:
-                assert decode["against_default"] == pytest.approx(known, abs=0.00005)
+            assert decode["against_default"] <= most, (each["costs"], row["trace"])
 
 
 SHIPPED = ("deepseek-v2-lite-h200", "qwen2.5-0.5b-h200")
-"""The profile whose padding takes next to nothing, and the one with an exception"""
+"""The profile whose padding takes next to nothing, and one whose padding takes as much as rows"""
 
 
 @pytest.mark.parametrize(
