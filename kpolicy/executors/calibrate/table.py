@@ -26,6 +26,7 @@ import itertools
 import math
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -290,8 +291,10 @@ class Calibration:
                 found[size] = Point(us, bench.error(case) if bench.host_runs else 0.0)
             return found
 
+        eager_points, pieces_points = points(self._eager), points(self._pieces)
         modes = (
-            points(self._eager), points(self._full, decodes=True), points(self._mixed), points(self._pieces),
+            _with_untimed(eager_points, pieces_points, [size for _, size, _ in self._eager]),
+            points(self._full, decodes=True), points(self._mixed), pieces_points,
         )  # fmt: skip
         eager, full, mixed, pieces = _measured(*modes)
         assert eager is not None  # noqa: S101 - the first case of all
@@ -409,6 +412,31 @@ def _steady(us: dict[int, float], noise: float) -> Curve:
         larger_us = (each for larger, each in us.items() if larger > size)
         least[size] = min((each for each in larger_us if each < mine <= each * (1 + noise)), default=mine)
     return _curve(least)
+
+
+def _with_untimed(
+    eager: dict[int, Point], pieces: dict[int, Point], wanted: Sequence[int]
+) -> dict[int, Point]:  # fmt: skip
+    """EAGER with those of the wanted sizes that a short allowance left out between two that were timed.
+
+    There it rises as PIECEWISE does: they are the same kernels, of which hundreds of tokens take no longer than few and
+    thousands in proportion, so that a straight line from a few tokens to the most says little. What EAGER takes more
+    changes evenly.
+    """
+    if len(eager) < 2 or not pieces:
+        return eager
+    rises, timed = _curve({size: each.us for size, each in pieces.items()}), sorted(eager)
+    found = dict(eager)
+    for size in wanted:
+        at = bisect_left(timed, size)
+        if size in eager or not 0 < at < len(timed):
+            continue
+        below, above = timed[at - 1], timed[at]
+        share = (size - below) / (above - below)
+        more = [eager[each].us - rises.at(each) for each in (below, above)]
+        us = rises.at(size) + more[0] + share * (more[1] - more[0])
+        found[size] = Point(max(us, _LEAST_US), eager[above].error)
+    return found
 
 
 def _rising_as(mixed: Curve, pieces: Curve) -> Curve:
