@@ -206,8 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "forecast_steps": forecast_steps(run, requests, profile.costs, logs),
         }
         print("mean step times told nothing of the run:", *(
-            f"{each['mode']} {each['regime']} {each['measured_us']:,.1f} / {each['forecast_us']:,.1f} us "
-            f"({each['error']:+.1%}, {each['steps']} steps)" for each in of_run["forecast_steps"]
+            f"{each['mode']} {each['regime']} {each['measured_us']} / {each['forecast_us']} us, error {each['error']}, "
+            f"{each['steps']} steps" for each in of_run["forecast_steps"]
         ), sep="\n  ")  # fmt: skip
         for knows, forecast in of_run["forecasts"].items():
             print(f"told {knows} of the run:", *(

@@ -1,15 +1,16 @@
-"""A whole fidelity run by one command, on a machine with a GPU: calibrations, the run, and its steps run again.
+"""A whole fidelity run by one command, on a machine with a GPU: calibrations and the run.
 
-Three calibrations one after the other, the profile of their middle (`kpolicy.middle_profile`), a run of every policy
-three times by that profile, one calibration more, the steps that the rule wants run again (`benchmarks.gpu.again`), and
-a last calibration, each under ``benchmarks.quiet --follow`` and all within one limit::
+Three calibrations one after the other, the profile of their middle (`kpolicy.middle_profile`), and a run of every
+policy three times by that profile, each under ``benchmarks.quiet --follow`` and all within one limit::
 
     python -m benchmarks.fidelity_run --config config.json --trace azure_llm_2023_code.csv --start 600 --window 20
-        --rate 0.7 --policy auto --policy piecewise --policy vllm --limit 580 --out DIR
+        --rate 0.7 --policy auto --policy piecewise --policy vllm --limit 880 --out DIR
 
-The run decides by the calibrations before it, P.json. What it is held to is the middle of all of them, Q.json: how long
-a shared host takes to launch moves by more than the wanted 5% within minutes, which no calibration made before can know
-of, and a simulator that is handed it isn't wrong for it. Both are to be published.
+The run decides by that profile, P.json, and is held to it (`benchmarks.fidelity`, `benchmarks.fidelity_verdict`).
+
+Runs until 2026-11-30, 08:16 UTC, were held to more (docs/measured_fidelity.md): ``--later 2`` calibrates once behind
+the run and once behind its repeats, and Q.json is the middle of all; ``--again 150`` runs the steps that the rule of
+then wanted again (`benchmarks.gpu.again`).
 
 All run in DIR, which gets links to config and trace, so that no result names a folder of the machine. What is in DIR
 already isn't made again. What fails ends the command: a run by fewer calibrations is none. Where less than ``--again``
@@ -172,10 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="turns of each policy (3)")
     parser.add_argument("--device", default="cuda", help="what serves the model (cuda)")
     parser.add_argument("--calibrations", type=int, default=3, help="before the run, by whose middle it decides (3)")
-    parser.add_argument("--later", type=int, default=2, help="calibrations after the run and what runs again (2)")
+    parser.add_argument("--later", type=int, default=0, help="calibrations after the run and what runs again (0)")
     parser.add_argument("--seconds", type=float, default=25.0, help="of measuring in each calibration (25)")
     parser.add_argument("--calibration-limit", type=float, default=120.0, help="a calibration's seconds at most (120)")
-    parser.add_argument("--again", type=float, default=150.0, help="seconds for steps that run again; 0 for none (150)")
+    parser.add_argument("--again", type=float, default=0.0, help="seconds for steps that run again; 0 for none (0)")
     parser.add_argument("--mode", action="append", help="every step of this mode runs again (eager and piecewise)")
     parser.add_argument("--most", type=int, default=5000, help="steps of a policy and mode that run again (5,000)")
     parser.add_argument(

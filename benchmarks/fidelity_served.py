@@ -252,8 +252,8 @@ def forecast_steps(run: dict[str, Any], requests: Trace, costs: CostTable, logs:
     """By mode and regime, mean step times that a simulation forecasts, told nothing of the run, and those measured.
 
     Measured are all steps of all turns of all policies, forecast those of each policy from `STARTS` starts. Neither has
-    the scheduler's time. The steps needn't be the same, as batches follow from when steps end. Regimes are the
-    profile's at its own host speed.
+    the scheduler's time. The steps needn't be the same, as batches follow from when steps end; where only one side has
+    any there is no error. Regimes are the profile's at its own host speed.
 
     The arguments are those of `latencies`.
     """
@@ -274,15 +274,15 @@ def forecast_steps(run: dict[str, Any], requests: Trace, costs: CostTable, logs:
 
             served_by(run["setting"], requests, policy, costs, server, seed=seed, on_step=note)
             _add(steps, costs, forecast)
-    return [
-        {
-            "mode": mode, "regime": regime, "steps": len(measured[mode, regime]),
-            "measured_us": round(fmean(measured[mode, regime]), 2),
-            "forecast_us": round(fmean(forecast[mode, regime]), 2),
-            "error": round(fmean(forecast[mode, regime]) / fmean(measured[mode, regime]) - 1, 4),
-        }
-        for mode, regime in sorted(measured.keys() & forecast.keys(), key=lambda key: (key[0], REGIMES.index(key[1])))
-    ]  # fmt: skip
+    rows = []
+    for key in sorted({*measured, *forecast}, key=lambda key: (key[0], REGIMES.index(key[1]))):
+        one, other = measured.get(key, []), forecast.get(key, [])
+        us = [round(fmean(each), 2) if each else None for each in (one, other)]
+        rows.append({
+            "mode": key[0], "regime": key[1], "steps": len(one), "forecast_steps": len(other), "measured_us": us[0],
+            "forecast_us": us[1], "error": round(fmean(other) / fmean(one) - 1, 4) if one and other else None,
+        })  # fmt: skip
+    return rows
 
 
 def _add(entries: Iterable[StepEntry], costs: CostTable, times: StepTimes) -> None:

@@ -176,6 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{path} lacks cells of all turns, their share of the time, or forecasts. Write it again from the "
                 "run's logs with benchmarks.fidelity --run R.json --trace T"
             )
+        if "after" in result["table"]["made"]:
+            parser.error(
+                f"{path} is held to calibrations made after the run too, which the rule leaves out. Give the one by "
+                "those before it alone."
+            )
         found = verdict(result)
         held.append(found.holds)
         print("\n".join(shown(path.name, found)))

@@ -377,6 +377,8 @@ class CostTable:
                 value = getattr(self, name)
                 if value is not None or name not in ("mixed", "kv_span", "served", "ties"):
                     check_kind(name, value, kind, example)
+        for name in ("measured", "kernel_tables"):
+            check_kind(name, getattr(self, name), bool, "True")
         if self.kernel_tables and self.measured:
             raise ProfileError(
                 "a table was measured on its device or is of published kernel tables; leave measured or kernel_tables "
@@ -502,7 +504,7 @@ class CostTable:
     def source(self) -> str:
         """Where its times are from, in words."""
         if self.kernel_tables:
-            return "kernels measured by their publisher, not on your device"
+            return "kernels measured by their publisher, not on your device; host costs are analytic"
         return "measured" if self.measured else "analytic, not measured"
 
     @property

@@ -5,11 +5,11 @@ needn't be the one with the most KV, and run eagerly each rank keeps its own siz
 every way, all but the graphs' dense work, which follows from what is agreed. Votes are whole nanoseconds: every rank
 computes the same from what was reduced.
 
-The time that comes out is the slowest rank's own, but for halves beside each other. How much they slow each other down
-hangs on a rank's rows and prompts: each votes that too, and the most of any rank counts, so that it is no less than the
-slowest takes. For several decode steps beside a prompt it is at most that of the slowest decode rows with the slowest
-step. What padding takes more counts where any rank has some, as all have in a graph of the largest one's size whose
-rows are fewer: whether the slowest is among them isn't known.
+The time that comes out is the slowest rank's own, but for halves beside each other where ranks' rows slow each other
+down by unlike much: each votes that too, and the most of any rank counts, so that it is no less than the slowest takes,
+and a few percent more where a rank has no rows. For several decode steps beside a prompt it is at most that of the
+slowest decode rows with the slowest step. What padding takes more counts where any rank has some, as all have in a
+graph of the largest one's size whose rows are fewer: whether the slowest is among them isn't known.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Voted(NamedTuple):
     """A rank's times, or the largest of all ranks': in nanoseconds, without the dense work of graphs.
 
     Of a SPLIT `decode` is the half with the decode rows and `tail` the other, run eagerly or as pieces. How much they
-    overlap, `overlap_cost` and the next three say, in billionths.
+    overlap, `overlap_cost` and the next three say: no times, but billionths of the numbers of `kpolicy.overlap.Overlap`
+    and a flag.
     """
 
     decode: int
@@ -83,10 +84,8 @@ class Voted(NamedTuple):
     @property
     def overlap(self) -> Overlap:
         """The most that halves beside each other add to each other on any rank."""
-        cost, outlasted, slowdown = (
-            each / _SHARE for each in (self.overlap_cost, self.overlap_outlasted, self.overlap_slowdown)
-        )
-        return Overlap(cost, outlasted, slowdown)
+        shares = (each / _SHARE for each in (self.overlap_cost, self.overlap_outlasted, self.overlap_slowdown))
+        return Overlap(*shares)
 
 
 NUM_TIMES = len(Voted._fields)
@@ -110,9 +109,10 @@ class RankTimes:
             for host in (costs.host_full, costs.host_piecewise, costs.host_eager)
         ]
         """What a launch takes the host, by kinds of rows (1 decode, 2 prompt, 3 both), and more for each request"""
-        self._timed_short = costs.effects.outlasted_share is not None
-        self._overlaps: dict[tuple[int, int], tuple[Overlap, tuple[int, int, int, int]]] = {}
-        """What halves take beside each other by decode rows and prompts' tokens, and as it is voted"""
+        self._overlaps = [costs.overlap_of(rows) for rows in range(MANY_DECODES + 1)]
+        """What halves take beside each other by decode rows, where prompts are long"""
+        self._shares: dict[int, float] | None = None if costs.effects.outlasted_share is None else {}
+        """What is left of that, where decode steps outlast prompts of so many tokens, if it was timed"""
         self._graph_ns: dict[GraphKey, float] = {}
         self.pads = any(costs.padding_us)
         """Whether padding takes more than its dense work"""
@@ -121,30 +121,41 @@ class RankTimes:
         """This rank's times in nanoseconds, of which ranks take the largest."""
         decodes, tokens, reqs = numbers.num_decodes, numbers.total_tokens, numbers.total_reqs
         dense = self._eager_at(tokens)
-        at = min(decodes, MANY_DECODES), numbers.num_prefill_tokens if self._timed_short else 0
-        overlap, overlap_votes = self._overlaps.get(at) or self._overlap_of(at)
+        overlap = self._overlaps[min(decodes, MANY_DECODES)]
+        cost, outlasted, slowdown, _ = overlap
+        if self._shares is not None and overlap.gains:
+            outlasted *= self._share_of(self._shares, numbers.num_prefill_tokens)
         if decodes and reqs == decodes:
-            times = self._of_decodes(self._costs.decode_attention_us(numbers), decodes, dense, overlap)
+            times = self._of_decodes(self._costs.decode_attention_us(numbers), decodes, dense, cost, outlasted)
         else:
-            times = self._of_any(numbers, dense, overlap)
+            times = self._of_any(numbers, dense, cost, outlasted)
         votes = tuple([int(time * _NS) for time in times])
         if max(votes) > _MOST:
             votes = tuple(min(vote, _MOST) for vote in votes)
-        return (*votes, *overlap_votes, -tokens, -numbers.decode_tokens, -numbers.num_prefill_tokens)
+        return (
+            *votes,
+            int(cost * _SHARE),
+            int(outlasted * _SHARE),
+            int(slowdown * _SHARE),
+            int(overlap.gains),
+            -tokens,
+            -numbers.decode_tokens,
+            -numbers.num_prefill_tokens,
+        )
 
-    def _overlap_of(self, at: tuple[int, int]) -> tuple[Overlap, tuple[int, int, int, int]]:
-        """`CostTable.overlap_of` so many decode rows and prompts' tokens, and the votes of it, which are kept."""
-        found = self._costs.overlap_of(*at)
-        cost, outlasted, slowdown = (int(each * _SHARE) for each in (found.cost, found.outlasted, found.slowdown))
-        if len(self._overlaps) >= _MOST_KEPT:
-            self._overlaps.clear()
-        self._overlaps[at] = found, (cost, outlasted, slowdown, int(found.gains))
-        return self._overlaps[at]
+    def _share_of(self, shares: dict[int, float], prompt_tokens: int) -> float:
+        """`StepEffects.outlasted_at`, which is kept: no step has more tokens than a few thousand."""
+        share = shares.get(prompt_tokens)
+        if share is None:
+            share = shares[prompt_tokens] = self._costs.effects.outlasted_at(prompt_tokens)
+        return share
 
-    def _of_decodes(self, decode: float, decodes: int, dense: float, overlap: Overlap) -> tuple[float, ...]:
+    def _of_decodes(
+        self, decode: float, decodes: int, dense: float, cost: float, outlasted: float
+    ) -> tuple[float, ...]:  # fmt: skip
         """The times of decode rows alone: `_of_any` without what needs prompts."""
         tail = self._no_rows_us
-        shared = overlap.cost * decode
+        shared = cost * decode
         (full, full_req), (pieces, pieces_req), (eager, eager_req) = self._hosts
         host = full[1] + full_req * decodes
         return (
@@ -162,11 +173,11 @@ class RankTimes:
             decode + tail,
             decode,
             shared,
-            decode + overlap.outlasted * tail,
+            decode + outlasted * tail,
             tail + shared,
         )
 
-    def _of_any(self, numbers: BatchNumbers, dense: float, overlap: Overlap) -> tuple[float, ...]:
+    def _of_any(self, numbers: BatchNumbers, dense: float, cost: float, outlasted: float) -> tuple[float, ...]:
         """The times in the order of `Voted`, `dense` being the dense work of an eager launch of all rows."""
         costs = self._costs
         decodes, prefills, reqs = numbers.num_decodes, numbers.num_prefills, numbers.total_reqs
@@ -192,10 +203,10 @@ class RankTimes:
             decode_host + pieces[others] + pieces_req * prefills,
             decode_host + eager[others] + eager_req * prefills,
             decode + tail,
-            decode + overlap.outlasted * prefill,
-            prefill + overlap.cost * decode,
-            decode + overlap.outlasted * tail,
-            tail + overlap.cost * decode,
+            decode + outlasted * prefill,
+            prefill + cost * decode,
+            decode + outlasted * tail,
+            tail + cost * decode,
         )
 
     def _eager_at(self, tokens: int) -> float:
@@ -304,7 +315,7 @@ class RankTimes:
         if launch.key is None:
             return 0.0
         ns = self._costs.curve_of(launch).at(launch.key.num_tokens) * _NS
-        if len(self._graph_ns) >= _MOST_KEPT:
+        if len(self._graph_ns) >= _MOST_GRAPHS:
             self._graph_ns.clear()
         self._graph_ns[launch.key] = ns
         return ns
@@ -314,5 +325,5 @@ _BOTH = 3
 _INFINITY = float("inf")
 _NO_LAUNCH = Launch(Rows.ALL, None)
 _NOTHING = (0.0, 0.0)
-_MOST_KEPT = 4096
-"""Graphs whose dense work is kept, and halves whose overlap is; above it the memo starts afresh."""
+_MOST_GRAPHS = 4096
+"""Graphs whose dense work is kept; above it the memo starts afresh."""

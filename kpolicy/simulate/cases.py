@@ -20,7 +20,7 @@ from kpolicy.engine import Engine
 from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.scheduling.traces import FailedTrace, Trace
-from kpolicy.settings import Objective
+from kpolicy.settings import Objective, Settings
 from kpolicy.simulate.run import simulate
 from kpolicy.simulate.server import Server
 
@@ -119,9 +119,10 @@ def alike(cases: Sequence[Case], common: Common) -> dict[str, list[Case]]:
     A case that captures nothing, as `eager`'s, is the same with any other ladder by which it captures nothing.
     """
     groups: dict[str, list[Case]] = {}
-    nothing: dict[tuple[str, str, str], bool] = {}
+    nothing: dict[tuple[str, str, Settings], bool] = {}
     for case in cases if len(common.ladders) > 1 else ():
-        of = (case.policy, case.costs, case.ladder)
+        # Which graphs are planned doesn't hang on what they cost.
+        of = (case.policy, case.ladder, common.costs[case.costs][1].settings)
         if of not in nothing:
             nothing[of] = _captures_nothing(case, common)
         if nothing[of]:

@@ -160,6 +160,10 @@ def test_mean_step_times_are_forecast_by_mode_and_regime(monkeypatch: pytest.Mon
     slow = [attrs.evolve(entry, cycle_us=2 * (entry.cycle_us or 0.0)) for entry in entries]
     halved = forecast_steps({"setting": setting}, TRACE, noted, {"auto": [slow]})
     assert [each["error"] for each in halved] == pytest.approx([-0.5] * len(found), abs=1e-3)
+    # A cell that only one side has is told, without an error.
+    some = forecast_steps({"setting": setting}, TRACE, noted, {"auto": [entries[:1]]})
+    assert [each["error"] is None for each in some] == [not each["steps"] for each in some]
+    assert len(some) == len(found) > 1
     # A host that was noted to be slow makes longer what it bounds.
     eager, _ = run(costs, policy="eager")
     notes = ServedHost(scheduler_us=STEP_US, host_work_us=tuple(WORK_US * each for each in (1, 90, 30, 60, 1, 1, 20)))

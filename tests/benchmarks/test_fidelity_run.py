@@ -22,7 +22,7 @@ def words(tmp_path: Path) -> list[str]:
     trace.write_text("")
     policies = [word for policy in POLICIES for word in ("--policy", policy)]
     files = ["--config", str(config), "--trace", str(trace), "--out", str(tmp_path / "out")]
-    return [*files, *policies, "--rate", "2", "--quiet", "0", "--limit", "180"]
+    return [*files, *policies, "--rate", "2", "--quiet", "0", "--limit", "180", "--later", "2", "--again", "150"]
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *codes: int, seconds: float = 0.0) -> None:
@@ -72,6 +72,19 @@ def test_all_runs_in_its_order_and_once(
     assert not (tmp_path / "out" / "R.json.part").exists()
     assert fidelity_run.main(words) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if "done" in line] == []
+
+
+def test_by_itself_it_calibrates_three_times_and_runs(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing behind the run, and the one command that holds it to the profile of before."""
+    pretend(monkeypatch)
+    assert fidelity_run.main(words[: words.index("--later")]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    names = [*(f"calibration {i}" for i in (1, 2, 3)), "the middle", "the run"]
+    assert [line.partition("] ")[2] for line in lines] == [f"{name}: done" for name in names]
+    assert "--profile P.json --log S-auto.jsonl" in last
+    assert "--again" not in last
 
 
 def test_what_fails_ends_it_and_goes_on_from_there(
