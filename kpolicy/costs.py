@@ -40,6 +40,7 @@ __all__ = [
     "FEW_DECODES",
     "H200",
     "LLAMA_8B",
+    "MIDDLE_OF",
     "AttentionCost",
     "Cost",
     "CostTable",
@@ -62,6 +63,8 @@ Of 65 shapes with long prompts, of four models on an H200, decode steps slowed d
 model's median in four, by up to 1.31 times (benchmarks/results/h200/halves.json); those would be late all the same.
 Steps that waited by it took 0.988 to 1.022 times as long as the same at once.
 """
+MIDDLE_OF = "the middle of each figure of "
+"""What the version of several tables' middle begins with (`kpolicy.middle_profile`), before how many and each one's"""
 FEW_DECODES = 8
 """Decode rows, at most, beside which `CostTable.overlap_cost` is timed where a graph has so few"""
 MANY_DECODES = 32
@@ -499,6 +502,12 @@ class CostTable:
         if key.part is not Part.FULL:
             return self.piecewise
         return self.full if self.mixed is None or key.decode_only else self.mixed
+
+    @property
+    def title(self) -> str:
+        """`version` for a line that people read: of the middle of several tables the first one's alone."""
+        first, *others = self.version.split("; ") if self.version.startswith(MIDDLE_OF) else [self.version]
+        return f"{first} and {len(others)} more" if others else first
 
     @property
     def source(self) -> str:

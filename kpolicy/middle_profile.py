@@ -21,7 +21,7 @@ from typing import Any
 
 import attrs
 
-from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
+from kpolicy.costs import MIDDLE_OF, AttentionCost, CostTable, Curve, HostCost
 from kpolicy.errors import ProfileError
 from kpolicy.kv_span import KvSpan
 from kpolicy.schemas import Profile
@@ -79,7 +79,7 @@ def middle(profiles: Sequence[Profile], command: str = "") -> Profile:
     tables = [profile.costs for profile in profiles]
     work_us = statistics.median(costs.host_work_us for costs in tables)
     inside_us = statistics.median(costs.host_work_inside_us for costs in tables)
-    version = f"the middle of each figure of {len(tables)}: " + "; ".join(costs.version for costs in tables)
+    version = f"{MIDDLE_OF}{len(tables)}: " + "; ".join(costs.version for costs in tables)
     alike = [attrs.evolve(_at_speed_of(costs, work_us, inside_us), version=version) for costs in tables]
     costs: CostTable = _middle([attrs.evolve(costs, ties=None) for costs in alike], "costs")
     decided: CostTable = _middle([costs.deciding for costs in alike], "costs")

@@ -15,6 +15,7 @@ from kpolicy.costs import (
     EARLY,
     H200,
     LLAMA_8B,
+    MIDDLE_OF,
     AttentionCost,
     Cost,
     CostTable,
@@ -68,6 +69,17 @@ def test_curves_are_linear_between_points_and_beyond_the_last_two() -> None:
     assert curve.at(1) == 100
     assert Curve((10, 20), (100.0, 50.0)).at(40) == 50
     assert Curve((10,), (100.0,)).at(1) == Curve((10,), (100.0,)).at(99) == 100
+
+
+def test_a_title_names_the_first_of_several_tables_alone() -> None:
+    """Only a middle's, and its version stays whole; any other's is its version, whatever is in it."""
+    table = load_profile("qwen2.5-0.5b-h200").costs
+    first, *others = table.version.split("; ")
+    assert table.title == f"{first} and 2 more"
+    assert len(others) == 2
+    assert table.title.startswith(f"{MIDDLE_OF}3: measured ")
+    for version in ("measured on cuda, 5 rounds; another figure of a later day", f"{MIDDLE_OF}1: measured on cuda"):
+        assert attrs.evolve(table, version=version).title == version
 
 
 def test_a_curve_is_held_to_another_where_both_were_measured() -> None:

@@ -122,7 +122,7 @@ def render(
         + (" until the plan settled" if found.replayed.settled else ", and the plan didn't settle"),
         f"setting  {found.policy}, {step_limits(settings)}"
         + (f", {some(settings.num_speculative_tokens, 'draft')}" if settings.num_speculative_tokens else ""),
-        f"costs    {found.costs.version}" + ("" if found.costs.measured else f" ({found.costs.source})"),
+        f"costs    {found.costs.title}" + ("" if found.costs.measured else f" ({found.costs.source})"),
         f"budget   {_budget(budget, most_sizes, worth)}",
         "",
     ]

@@ -383,7 +383,7 @@ def exit_code(results: Sequence[RunResult], *, complete: bool) -> int:
 
 def _setting(job: _Job) -> list[str]:
     costs = job.costs
-    table = "analytic costs of an 8B GQA decoder on published H200 figures" if costs is None else costs.version
+    table = "analytic costs of an 8B GQA decoder on published H200 figures" if costs is None else costs.title
     settings = job.settings
     budget = "" if job.budget is None else f", budget {job.budget}"
     return [
