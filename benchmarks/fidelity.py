@@ -57,7 +57,7 @@ from benchmarks.fidelity_again import (
 )
 from benchmarks.fidelity_served import Turns, forecast_steps, forecasts, latencies, outside, requests_of
 from benchmarks.fidelity_turns import figure, figures_of, not_shown, ranked_wrong, ranking, replays_apart, ties
-from kpolicy.costs import CostTable
+from kpolicy.costs import MIDDLE_OF, CostTable
 from kpolicy.schemas import Profile, StepEntry, read_profile, read_step_log, write_profile
 from kpolicy.simulate.fidelity import FidelityRow, expected_costs, fidelity
 from kpolicy.simulate.repeats import RepeatRow
@@ -65,7 +65,7 @@ from kpolicy.simulate.repeats import RepeatRow
 RESULT = Path(__file__).parent / "results" / "fidelity.json"
 OWN_TABLE = "measured in the run itself, before its first request"
 """How a table came to be where nothing else is said."""
-MIDDLE = re.compile(r"(the middle of each figure of \d+): ")
+MIDDLE = re.compile(rf"({re.escape(MIDDLE_OF)}\d+): ")
 """What the version of `kpolicy.middle_profile.middle`'s tables begins with"""
 
 

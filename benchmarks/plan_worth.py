@@ -35,7 +35,7 @@ import kpolicy
 from benchmarks.command import commit_of, input_folder
 from kpolicy.attention.support import parse_attention
 from kpolicy.budgets import Budget
-from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs
+from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost, analytic_costs, title_of
 from kpolicy.errors import ConfigError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.planning import Histogram, Workload, fixed_point, plan
@@ -202,9 +202,8 @@ def table(written: dict[str, Any]) -> str:
     """The result as the tables of docs/benchmarks.md."""
     lines = []
     for each in written["tables"]:
-        version, *others = each["costs"].split("; ")
         lines += [
-            f"{version}; and {len(others)} more:" if others else f"{version}:",
+            f"{title_of(each['costs'])}:",
             "",
             "| trace | steps | 60% of graphs | decode steps | as many | decode steps | decode list | 60% | as many |",
             "|---|---|---|---|---|---|---|---|---|",

@@ -51,6 +51,7 @@ __all__ = [
     "ModelFigures",
     "Ties",
     "analytic_costs",
+    "title_of",
 ]
 
 
@@ -294,6 +295,12 @@ _PARTS: tuple[tuple[type, tuple[str, ...], str], ...] = (
 _CURVES = ("full", "piecewise", "eager", "mixed")
 
 
+def title_of(version: str) -> str:
+    """`CostTable.title` of a table whose version that is, or ends with it."""
+    first, *others = version.split("; ") if MIDDLE_OF in version else [version]
+    return f"{first} and {len(others)} more" if others else first
+
+
 @attrs.frozen(kw_only=True)
 class CostTable:
     """What launches take on one device for one model.
@@ -506,8 +513,7 @@ class CostTable:
     @property
     def title(self) -> str:
         """`version` for a line that people read: of the middle of several tables the first one's alone."""
-        first, *others = self.version.split("; ") if self.version.startswith(MIDDLE_OF) else [self.version]
-        return f"{first} and {len(others)} more" if others else first
+        return title_of(self.version)
 
     @property
     def source(self) -> str:
