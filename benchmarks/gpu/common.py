@@ -115,7 +115,7 @@ def open_engines(
     Args:
         model: runs.
         settings: the deployment's limits.
-        specs: the policies.
+        specs: the policies; behind one an objective may follow, after a space, as in ``auto 1:1``.
         ladder: capture sizes of all but `own`.
         own: policies with the sizes of the serving engine that they are replicas of.
         calibrate_s: seconds to measure costs, where none are given.
@@ -135,7 +135,12 @@ def open_engines(
     }  # fmt: skip
 
     def made(spec: str, costs: Any = None) -> Any:
-        return Engine(spec, ladder=None if spec in own else list(ladder), costs=costs, **shared)
+        policy, *objective = spec.split()[:2]
+        own_sizes = policy.partition(":")[0] in own
+        return Engine(
+            policy, ladder=None if own_sizes else list(ladder), costs=costs,
+            objective=objective[0] if objective else "throughput", **shared,
+        )  # fmt: skip
 
     begun = time.perf_counter()
     for spec in dict.fromkeys(("auto", *specs)):

@@ -4,6 +4,11 @@ The pieces are those of `kpolicy run`: one model, `serve_model`, and an Engine a
 Fixed policies have the default ladder; replicas of serving engines have those engines' own lists. `auto` decides by a
 table measured in the same process, or by ``--profile``. Rounds go over all policies, in another order each time.
 
+A policy may have an objective behind it, and then ``paced``: steps that have decodes take as many prompt tokens as that
+objective says of the gap, within what the replica's whole steps would take (`kpolicy run --pace vllm`). ``auto 1:1:1
+paced`` weighs both alike and has no first token later than the best way, or the replica, gives it. Policies of
+``--also`` are served in the first ``--also-rounds`` rounds alone.
+
 A load is a trace's name and how its arrivals are spaced: ``x6`` is six times as fast, ``saturated`` asks 1.3 times of
 what the machine can do, by the measured table under `auto`.
 
@@ -15,8 +20,8 @@ beside a prompt when the decode half was done on the device. `steps` and failure
 `value`, `low` and `high` are the mean of the rounds and its 95% interval; `ratio_to_vllm_replica` is the mean of the
 rounds' own ratios, above 1 where the policy is better, with the interval from `ratio_low` to `ratio_high`. `served` is
 the requests that every round served at least. Runs are short and many, as hosts change their speed; a round that a run
-was cut off in is served again, whole. The table has whole rounds alone: one that not every policy of the file served to
-its end is left out. `date` is the run's, as a load may have been served in two: of those the table has the older one
+was cut off in is served again, whole. The table has whole rounds alone: one that not every policy of its round served
+to its end is left out. `date` is the run's, as a load may have been served in two: of those the table has the older one
 too where the newer one has fewer rounds, requests or policies.
 
 Run: ``python -m benchmarks.gpu.end_to_end --config FILE --traces ../shared/traces --out FILE``; a run goes on where its
@@ -50,6 +55,7 @@ from benchmarks.gpu.common import (
 from benchmarks.stretches import FILES, middle
 
 POLICIES = ("auto", "vllm", "sglang", "full_and_piecewise", "piecewise", "full", "split", "eager")
+PACED_BY = "vllm"
 SATURATED = 1.3
 WARM = 4
 """Such a part of the requests is served once by each policy, unmeasured"""
@@ -79,6 +85,37 @@ def load_of(text: str) -> str:
             "'code x6' or 'code saturated'"
         )
     return text
+
+
+def policy_of(text: str) -> str:
+    """A policy as an option has it.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or its objective isn't.
+    """
+    from kpolicy.errors import ConfigError
+    from kpolicy.policies import get_policy
+    from kpolicy.settings import Objective
+
+    policy, *more = text.split() or [""]
+    try:
+        get_policy(policy)
+        if more:
+            Objective.parse(more[0])
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    if more[1:] not in ([], ["paced"]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a policy, an objective and {' '.join(more[1:])!r}; behind an objective may be 'paced' alone, "
+            "as in 'auto 1:1:1 paced'"
+        )
+    return " ".join([policy, *more])
+
+
+def in_round(policies: Sequence[str], round_: int, also: Sequence[str], also_rounds: int) -> list[str]:
+    """The policies of a round, in its order: each round begins with the next policy."""
+    here = [spec for spec in policies if round_ < also_rounds or spec not in also]
+    return here[round_ % len(here) :] + here[: round_ % len(here)]
 
 
 def rate_of(load: str, trace: Any, engine: Any, model: Any) -> float:
@@ -129,6 +166,7 @@ def figures(result: Any, arriving: Arriving, steps: Counter[str], replay_failure
 
 def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     """Serve the loads of one model: rounds that the file doesn't have."""
+    import attrs
     import torch
 
     from kpolicy.heap import frozen_heap
@@ -144,6 +182,10 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
             f"{options.out} has rounds of {results.data['requests']} requests and --requests is {options.requests}; "
             "give another --out."
         )
+    policies = [*options.policies, *options.also]
+    also = {"policies": options.also, "rounds": options.also_rounds}
+    if results.data.setdefault("also", also) != also:
+        sys.exit(f"{options.out} has rounds by --also {results.data['also']} and now it is {also}; give another --out.")
     settings = Settings(max_num_reqs=8 if tiny else 256, max_num_tokens=64 if tiny else 2048)
     model = load_model(
         config,
@@ -162,7 +204,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
         from kpolicy.ladders import default_sizes
 
         engines, took = open_engines(
-            model, settings, options.policies, ladder=default_sizes(64 if tiny else 2048), costs=costs,
+            model, settings, policies, ladder=default_sizes(64 if tiny else 2048), costs=costs,
             calibrate_s=0.5 if tiny else options.calibrate, correct=not options.no_correct,
         )  # fmt: skip
         results.data |= {**took, "support": str(model.support)}
@@ -171,17 +213,16 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
         rates = results.data.setdefault("rates", {})
         for load in options.loads:
             trace = requests_of(options.traces, load, model, options.requests)
-            rates.setdefault(load, rate_of(load, trace, engines.get("auto", engines[options.policies[0]]), model))
+            rates.setdefault(load, rate_of(load, trace, engines.get("auto", engines[policies[0]]), model))
             scaled = trace.scaled(rates[load])
-            _forget_parts(results.cells, load, options.policies)
+            _forget_parts(results.cells, load, policies, also)
             warm = trace.window(0, max(trace.span_s / WARM, 1e-3)).scaled(1e3)
             for engine in engines.values():  # kernels are compiled when a step first needs them
                 if results.elapsed() < options.seconds:
                     serve_model(warm, engine, serving, prompts)
             print(f"{load}: {len(trace)} requests, rate {rates[load]:.3g}, {results.elapsed():.0f} s", flush=True)
             for round_ in range(options.rounds):
-                for i in range(len(engines)):
-                    spec = options.policies[(i + round_) % len(engines)]
+                for spec in in_round(policies, round_, options.also, options.also_rounds):
                     name = f"{load}/{round_}/{spec}"
                     if (
                         not results.cells.get(name, {"interrupted": True})["interrupted"]
@@ -192,7 +233,8 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
                     arriving, (steps, failures) = Arriving(scaled), counted(engines[spec])
                     with frozen_heap():
                         result, _ = serve_model(
-                            scaled, engines[spec], serving, prompts, label=spec, on_step=arriving
+                            scaled, engines[spec], attrs.evolve(serving, pace=PACED_BY if "paced" in spec else None),
+                            prompts, label=spec, on_step=arriving,
                         )  # fmt: skip
                     if result.interrupted:
                         sys.exit(f"{name} was interrupted: it doesn't count, and is run again when this goes on.")
@@ -200,7 +242,9 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
                     found = figures(result, arriving, steps_now - steps, failures_now - failures)
                     results.put(name, {**found, "host_us": host["p50_us"]})
                     print(name, {k: round(v) for k, v in found.items() if k in BETTER_UP}, flush=True)
-    results.data["costs"] = {spec: engine.costs.version for spec, engine in engines.items() if spec == "auto"}
+    results.data["costs"] = {
+        spec: engine.costs.version for spec, engine in engines.items() if spec.split()[0] == "auto"
+    }  # fmt: skip
     results.write()
     for row in summarise(results.data):
         if row["figure"] in ("tokens_per_s", "tokens_per_s_arriving", "gap_p99_us"):
@@ -209,20 +253,23 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _forget_parts(cells: dict[str, Any], load: str, policies: Sequence[str]) -> None:
+def _forget_parts(cells: dict[str, Any], load: str, policies: Sequence[str], also: dict[str, Any]) -> None:
     """Drop what is there of a round that a run was cut off in: a round is compared within one run."""
     for round_ in {name.split("/")[1] for name in cells if name.split("/")[0] == load}:
-        if any(f"{load}/{round_}/{spec}" not in cells for spec in policies):
+        here = in_round(policies, int(round_), also["policies"], also["rounds"])
+        if any(f"{load}/{round_}/{spec}" not in cells for spec in here):
             for name in [name for name in cells if name.startswith(f"{load}/{round_}/")]:
                 del cells[name]
 
 
 def whole_rounds(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """A file's cells of the rounds that all of its policies have."""
+    """A file's cells of the rounds that all of their policies have."""
     done = {name: cell for name, cell in data["cells"].items() if not cell.get("interrupted")}
-    policies = {name.split("/")[2] for name in data["cells"]}
+    policies = sorted({name.split("/")[2] for name in data["cells"]})
+    also = data.get("also", {"policies": [], "rounds": 0})
     served = Counter(name.rpartition("/")[0] for name in done)
-    return {name: cell for name, cell in done.items() if served[name.rpartition("/")[0]] == len(policies)}
+    wanted = {at: len(in_round(policies, int(at.split("/")[1]), also["policies"], also["rounds"])) for at in served}
+    return {name: cell for name, cell in done.items() if served[at := name.rpartition("/")[0]] == wanted[at]}
 
 
 def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -255,7 +302,8 @@ def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
 def table(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """All files' rows. Of two runs of a model's load the newer stands alone if it has all that the older one has.
 
-    That is its policies, and as many rounds and requests. A run without a date replaces none, and none replaces it.
+    That is its policies, and as many rounds and requests of each. A run without a date replaces none, and none
+    replaces it.
     """
     runs = [summarise(data) for data in files]
     loads: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -268,10 +316,13 @@ def table(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             (model, load) == (row["model"], row["load"])
             and date != "unstated"
             and date > row["date"]
-            and {each["policy"] for each in own} <= {each["policy"] for each in other}
             and all(
-                min(each[count] for each in other) >= min(each[count] for each in own)
-                for count in ("repeats", "served")
+                any(
+                    newer["policy"] == each["policy"]
+                    and all(newer[count] >= each[count] for count in ("repeats", "served"))
+                    for newer in other
+                )
+                for each in own
             )
             for (model, load, date), other in loads.items()
         )
@@ -302,7 +353,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser, seconds=400.0)
     parser.add_argument("--traces", type=input_folder, default="../shared/traces")
     parser.add_argument("--loads", nargs="+", type=load_of, default=["code saturated", "conversation saturated"])
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", type=policy_of, default=list(POLICIES))
+    parser.add_argument("--also", nargs="+", type=policy_of, default=[], help="policies of the first rounds alone")
+    parser.add_argument("--also-rounds", type=int, default=1)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calibrate", type=float, default=8.0, help="seconds to measure costs")

@@ -284,10 +284,32 @@ def settings_of(**limits: tuple[str, int]) -> Settings:
     return Settings(**{name: value for name, (_, value) in limits.items()})
 
 
-def step_limits(settings: Settings) -> str:
+PACE_HELP = (
+    "A policy: steps with decodes take fewer prompt tokens where --objective weighs the gap, as long as the prompts in "
+    "line take no longer than by that policy in full steps, or the objective's bound on first tokens allows, whichever "
+    "is longer. By default steps are filled."
+)
+
+
+def pace_of(pace: str | None) -> str | None:
+    """The policy that ``--pace`` names, or none.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+    if pace is not None:
+        try:
+            get_policy(pace)
+        except ConfigError as error:
+            raise ConfigError(f"--pace: {error}") from None
+    return pace
+
+
+def step_limits(settings: Settings, pace: str | None = None) -> str:
     """What a step may have, in words."""
     reqs, tokens = some(settings.max_num_reqs, "request"), some(settings.max_num_tokens, "token")
-    return f"at most {reqs} and {tokens} a step"
+    paced = "" if pace is None else f", fewer beside decodes as --pace {pace} allows"
+    return f"at most {reqs} and {tokens} a step{paced}"
 
 
 def pairs(

@@ -15,6 +15,7 @@ from kpolicy._probe_devices import origin
 from kpolicy.attention.support import AttentionSupport
 from kpolicy.budgets import Budget
 from kpolicy.cli.options import (
+    PACE_HELP,
     SIMULATED,
     Deployment,
     Json,
@@ -22,6 +23,7 @@ from kpolicy.cli.options import (
     check_rate,
     device_here,
     ladder_of,
+    pace_of,
     settings_of,
     specs_of,
     step_limits,
@@ -37,7 +39,9 @@ from kpolicy.engine import Engine
 from kpolicy.errors import ConfigError
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
+from kpolicy.policies import get_policy
 from kpolicy.scheduling.batching import Batcher
+from kpolicy.scheduling.pace import EnginePace
 from kpolicy.scheduling.traces import Trace
 from kpolicy.settings import Objective, Settings
 from kpolicy.trace_run import Prompts, RunResult, reference_check, serve_trace
@@ -138,6 +142,7 @@ def run(
             "CPU and 262144 on a GPU.",
         ),
     ] = None,
+    pace: Annotated[str | None, Parameter(group="Deployment", help=PACE_HELP)] = None,
     seed: Annotated[int, Parameter(converter=whole, help="Picks prompt tokens and random weights.")] = 0,
     repeats: Annotated[
         int,
@@ -193,8 +198,9 @@ def run(
     asked = Asked(
         requests=requests, turns=files.turns(specs, deployment.reads([requests.trace], model), repeats=repeats),
         device=at, model=model, deployment=deployment,
-        max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, seed=at_least("--seed", seed, 0), verify=verify,
-        faults=tuple(fault or ()), check_addresses=check_addresses, recapture=recapture, json=json, files=files,
+        max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, pace=pace_of(pace), seed=at_least("--seed", seed, 0),
+        verify=verify, faults=tuple(fault or ()), check_addresses=check_addresses, recapture=recapture, json=json,
+        files=files,
     )  # fmt: skip
     if asked.device.kind != SIMULATED:
         from kpolicy.cli.run_model import run_model
@@ -214,6 +220,7 @@ class Asked:
     deployment: Deployment
     max_num_tokens: int | None
     kv_tokens: int | None
+    pace: str | None
     seed: int
     verify: bool
     faults: tuple[str, ...]
@@ -282,6 +289,7 @@ class _Job:
     budget: Budget | None
     objective: str
     num_blocks: int
+    pace: str | None
     seed: int
     verify: bool
     faults: tuple[str, ...]
@@ -324,6 +332,7 @@ def _run_simulated(asked: Asked) -> int:
         budget=deployment.budget(),
         objective=deployment.objective,
         num_blocks=kv_tokens // BLOCK_SIZE,
+        pace=asked.pace,
         seed=asked.seed,
         verify=asked.verify,
         faults=asked.faults,
@@ -358,7 +367,8 @@ def _serve(
 
     def serve(turn: Turn, engine: Engine, on_step: Any, progress: Any, shown: Any) -> RunResult:
         capture(engine, turn.spec, shown)
-        batcher = Batcher(job.settings, num_blocks=job.num_blocks, block_size=BLOCK_SIZE)
+        pace = None if job.pace is None else EnginePace(engine, get_policy(job.pace))
+        batcher = Batcher(job.settings, num_blocks=job.num_blocks, block_size=BLOCK_SIZE, pace=pace)
         outside = Outside(engine.costs, on_step)
         result = serve_trace(
             job.trace, engine, batcher, prompts, label=turn.spec, check=check, progress=progress, on_step=outside
@@ -389,7 +399,7 @@ def _setting(job: _Job) -> list[str]:
     return [
         f"simulated executor, {table}",
         f"attention {job.support}, objective {job.objective}{budget}",
-        f"{job.kv_tokens:,} KV tokens, {step_limits(settings)}",
+        f"{job.kv_tokens:,} KV tokens, {step_limits(settings, job.pace)}",
     ]
 
 
@@ -403,6 +413,7 @@ def _as_dict(job: _Job, results: Sequence[RunResult], engines: dict[str, Engine]
         "max_num_reqs": job.settings.max_num_reqs,
         "max_num_tokens": job.settings.max_num_tokens,
         "kv_tokens": job.kv_tokens,
+        "pace": job.pace,
         "budget": limits(job.budget),
         "seed": job.seed,
         "faults": list(job.faults),

@@ -118,7 +118,7 @@ def _prepare(asked: Asked) -> _Job:
     serving = Serving(
         model=model, settings=settings, ladder=ladder, costs=costs, objective=asked.deployment.objective,
         budget=asked.deployment.budget(), faults=asked.faults, verify=asked.verify,
-        check=asked.check_addresses, device=at.executor,
+        check=asked.check_addresses, device=at.executor, pace=asked.pace,
     )  # fmt: skip
     # Whoever names a window gets all of it.
     most_tokens = size.most_tokens if asked.requests.window is None else None
@@ -301,7 +301,8 @@ def _setting(job: _Job) -> list[str]:
         f"{model.full_name}, {'random' if model.folder is None else 'its own'} weights",
         f"{model.device.type}: {device_name(model.device)}; {measured}",
         f"attention {model.support}, objective {serving.objective}{budget}",
-        f"{model.num_slots:,} KV tokens, {step_limits(settings)}, {some(model.max_model_len, 'token')} a request",
+        f"{model.num_slots:,} KV tokens, {step_limits(settings, serving.pace)}, "
+        f"{some(model.max_model_len, 'token')} a request",
         f"{spaced}; time is measured, idle stretches are skipped",
     ]
 
@@ -322,6 +323,7 @@ def _as_dict(job: _Job, asked: Asked) -> dict[str, Any]:
         "max_num_reqs": serving.settings.max_num_reqs,
         "max_num_tokens": serving.settings.max_num_tokens,
         "kv_tokens": model.num_slots,
+        "pace": serving.pace,
         "block_size": model.block_size,
         "max_model_len": model.max_model_len,
         "budget": limits(serving.budget),

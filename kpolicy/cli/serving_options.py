@@ -8,9 +8,8 @@ from typing import Annotated
 import attrs
 from cyclopts import Parameter
 
-from kpolicy.cli.options import Deployment, at_least, settings_of, whole
+from kpolicy.cli.options import PACE_HELP, Deployment, at_least, pace_of, settings_of, whole
 from kpolicy.errors import ConfigError
-from kpolicy.policies import get_policy
 from kpolicy.simulate import Drafts, Server, ServiceLevel
 from kpolicy.simulate.cost_models import CostModel, cost_model
 from kpolicy.simulate.server import LEAST_SLOWER, MOST_SLOWER
@@ -128,15 +127,7 @@ class Served:
     prefix_reuse: Annotated[
         bool, Parameter(group=_SERVER, help="Reuse cached prefixes, where the trace has hash ids.")
     ] = True
-    pace: Annotated[
-        str | None,
-        Parameter(
-            group=_SERVER,
-            help="A policy: steps with decodes take fewer prompt tokens where --objective weighs the gap, as long as "
-            "the prompts in line take no longer than by that policy in full steps, or the objective's bound on first "
-            "tokens allows, whichever is longer. By default steps are filled.",
-        ),
-    ] = None
+    pace: Annotated[str | None, Parameter(group=_SERVER, help=PACE_HELP)] = None
     warm: Annotated[
         bool,
         Parameter(
@@ -188,11 +179,6 @@ class Served:
                 f"--slower-host {self.slower_host:g} needs costs that say how fast their host was, and these are "
                 f"{model.what}. Give a --profile that kpolicy calibrate wrote, or leave it out."
             )
-        if self.pace is not None:
-            try:
-                get_policy(self.pace)
-            except ConfigError as error:
-                raise ConfigError(f"--pace: {error}") from None
         server = Server(
             settings=settings,
             kv_tokens=self._kv_tokens(model),
@@ -205,7 +191,7 @@ class Served:
             scheduler_prompt_us=self.scheduler_prompt_us,
             steady_host=self.steady_host,
             slower_host=self.slower_host,
-            pace=self.pace,
+            pace=pace_of(self.pace),
             warm=self.warm,
             concurrency=None if self.concurrency is None else at_least("--concurrency", self.concurrency, 1),
             service_level=ServiceLevel(ttft_ms=self.slo_ttft_ms, gap_ms=self.slo_gap_ms),

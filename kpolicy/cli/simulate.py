@@ -179,7 +179,7 @@ def setting_lines(model: CostModel, server: Server, deployment: Deployment) -> l
     lines = [
         model.what,
         f"attention {deployment.support()}, objective {deployment.objective}",
-        f"{server.kv_tokens:,} KV tokens, {step_limits(settings)}",
+        f"{server.kv_tokens:,} KV tokens, {step_limits(settings, server.pace)}",
     ]
     more = []
     if settings.num_speculative_tokens:

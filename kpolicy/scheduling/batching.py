@@ -1,4 +1,4 @@
-"""Continuous batching: which rows run in the next step. No torch, no clock, no policy.
+"""Continuous batching: which rows run in the next step. No torch, no clock; of a policy only its pace.
 
 Decode rows come first, one token each; then prompts, chunked under the token budget, in order of arrival. When KV
 blocks run out the request that was admitted last gives its blocks back and is computed again later (preemption by
@@ -10,11 +10,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
 from kpolicy.scheduling.gap_tail import GapTail
+from kpolicy.scheduling.pace import EnginePace, Line, in_line
 from kpolicy.settings import Settings
 from kpolicy.shapes import GAP_TAIL_US, NO_FACTS, WAITING_REQS, BatchNumbers
 
@@ -122,14 +124,16 @@ class Batcher:
         settings: most requests and tokens a step.
         num_blocks, block_size: KV capacity, in blocks of so many tokens.
         steps_ahead: most decode steps offered beside a prefill (1 where the host samples).
+        pace: what says how many prompt tokens a step may have beside decodes; None fills steps to the limit.
 
     Raises:
         ConfigError: the capacity can't hold one token.
     """
 
     def __init__(
-        self, settings: Settings, *, num_blocks: int, block_size: int = 16, steps_ahead: int = MOST_STEPS_AHEAD
-    ) -> None:
+        self, settings: Settings, *, num_blocks: int, block_size: int = 16, steps_ahead: int = MOST_STEPS_AHEAD,
+        pace: EnginePace | None = None,
+    ) -> None:  # fmt: skip
         if num_blocks < 1 or block_size < 1 or steps_ahead < 1:
             raise ConfigError(
                 f"num_blocks is {num_blocks}, block_size {block_size}, steps_ahead {steps_ahead}; all start at 1."
@@ -138,6 +142,7 @@ class Batcher:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.steps_ahead = steps_ahead
+        self.pace = pace
         self.waiting: deque[Generation] = deque()
         self.prefilling: list[Generation] = []
         """Admitted requests whose prompt isn't finished, in order of admission."""
@@ -216,6 +221,8 @@ class Batcher:
         rows = self._decode_rows()
         num_decodes = len(rows.requests)
         budget = self.settings.max_num_tokens - num_decodes
+        if self.pace is not None and num_decodes and budget > 0:
+            budget = min(budget, self._paced(self.pace, rows, budget))
         # What was preempted for want of blocks doesn't come back in the same step.
         chunks = self._chunks(budget, admit=self.num_preemptions == before) if self.prefilling or self.waiting else []
         while not num_decodes and not chunks and len(self.prefilling) > 1:
@@ -225,6 +232,21 @@ class Batcher:
         if not num_decodes and not chunks:
             return None
         return Batch(self._inputs(rows, chunks), rows.requests, chunks)
+
+    def _paced(self, pace: EnginePace, rows: _DecodeRows, room: int) -> int:
+        """Prompt tokens that the step may have by its costs; `room` where no prompt can run."""
+        places = self.settings.max_num_reqs - len(self.decoding)
+        # An answer stands for some steps of those that a prompt can be in.
+        if not self.prefilling and not (self.waiting and places > 0):
+            return room
+
+        def line() -> Line:
+            prompts = chain(self.prefilling, self.waiting)
+            left = ((request.until - request.num_computed, request.num_computed) for request in prompts)
+            return in_line(left, total, room, places, rows.kv_tokens)
+
+        total = len(self.prefilling) + len(self.waiting)
+        return pace.prompt_tokens((self.prefilling or self.waiting)[0], len(rows.requests), total, line)
 
     def _decode_rows(self) -> _DecodeRows:
         """The decode rows, each with a KV slot for its next token."""

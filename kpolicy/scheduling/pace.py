@@ -18,17 +18,17 @@ halves, where the step may run eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import attrs
 
 from kpolicy.decision import Decision
 from kpolicy.ladders import CaptureLadder, CaptureSizes
 from kpolicy.modes import Part
-from kpolicy.policies.base import Policy, PolicyContext
+from kpolicy.policies.base import CompiledPolicy, Policy, PolicyContext
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["Line", "Pace", "in_line", "mixed_numbers", "other_select"]
+__all__ = ["Deciding", "EnginePace", "Line", "Pace", "in_line", "mixed_numbers", "other_select"]
 
 _HALVES = 5
 """How often the limit is halved for sizes beside those of graphs"""
@@ -149,6 +149,20 @@ class Pace:
         held = {key.num_tokens for key in context.ladder.keys if key.part is not Part.FULL or not key.decode_only}
         self._sizes = sorted({size for size in held if size < limit} | {limit >> i for i in range(_HALVES + 1)})
         self._kept: dict[tuple[int, ...], int] = {}
+
+    def prompt_tokens(self, first: object, num_decodes: int, num_prompts: int, line: Callable[[], Line]) -> int:
+        """Most prompt tokens of the next step: by the last answer where it stands, else by the line as it is now.
+
+        Args:
+            first: whoever is first in line.
+            num_decodes: decode rows of the step, at least one.
+            num_prompts: prompts in line and behind it.
+            line: makes the line, which takes longer than the rest.
+        """
+        size = self.held(first, num_decodes, num_prompts)
+        if size is None:
+            size = self.next_step(first, num_decodes, line())
+        return size - num_decodes * self._q
 
     def held(self, first: object, num_decodes: int, num_prompts: int) -> int | None:
         """The last answer of `next_step` where it stands for this step too; None where that is to be asked.
@@ -287,6 +301,38 @@ class Pace:
             )
         cost = self._costs.cost(self._select(*numbers).launches, numbers)
         return cost.cycle_us, cost.gap_us
+
+
+class Deciding(Protocol):
+    """What of an Engine `EnginePace` reads."""
+
+    @property
+    def compiled(self) -> CompiledPolicy: ...
+    @property
+    def context(self) -> PolicyContext: ...
+
+
+class EnginePace:
+    """`Pace` by the graphs and costs that an Engine has now: made anew when either changes.
+
+    Args:
+        engine: decides the steps.
+        other: the policy whose whole steps prompts may take as long as, over its own default sizes.
+    """
+
+    def __init__(self, engine: Deciding, other: Policy) -> None:
+        self._engine, self._other = engine, other
+        self._compiled: CompiledPolicy | None = None
+        self._pace: Pace | None = None
+
+    def prompt_tokens(self, first: object, num_decodes: int, num_prompts: int, line: Callable[[], Line]) -> int:
+        """As `Pace.prompt_tokens`."""
+        compiled, pace = self._engine.compiled, self._pace
+        if pace is None or compiled is not self._compiled:
+            context = self._engine.context
+            pace = self._pace = Pace(context, compiled.select, other_select(self._other, context))
+            self._compiled = compiled
+        return pace.prompt_tokens(first, num_decodes, num_prompts, line)
 
 
 def _rounded(count: int, grain: int = 1) -> int:

@@ -25,7 +25,9 @@ from kpolicy.engine import Engine
 from kpolicy.errors import CheckpointError, ConfigError
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
+from kpolicy.policies import get_policy
 from kpolicy.scheduling.batching import Batch, Batcher, Generation
+from kpolicy.scheduling.pace import EnginePace
 from kpolicy.scheduling.traces import Trace
 from kpolicy.serving import checkpoint
 from kpolicy.serving.default_model import load_default
@@ -231,6 +233,8 @@ class Serving:
         verify: hold steps to EAGER, with NaN in the pad slot whenever attention reads.
         check: look before each replay whether what its graph reads is where it was captured: the debug mode.
         device: the executor, as an Engine takes it; the first that can run the model by default.
+        pace: a policy: steps that have decodes take as many prompt tokens as the objective says of the gap, within
+            what that policy's whole steps would take (`kpolicy.scheduling.pace`); None fills steps to the limit.
     """
 
     model: LoadedModel
@@ -244,6 +248,7 @@ class Serving:
     calibrate: float = 0.0
     check: bool = False
     device: str = "auto"
+    pace: str | None = None
 
     def engine(self, spec: str, *, like: Engine | None = None) -> Engine:
         """An Engine over the model, with an executor of its own or with another's graphs.
@@ -268,10 +273,18 @@ class Serving:
             budget=self.budget if like is None else None, calibrate=self.calibrate,
         )  # fmt: skip
 
-    def batcher(self, *, steps_ahead: int = 8) -> Batcher:
-        """A scheduler over the model's KV."""
+    def batcher(self, engine: Engine | None = None, *, steps_ahead: int = 8) -> Batcher:
+        """A scheduler over the model's KV.
+
+        Args:
+            engine: what serves its steps, whose costs `pace` goes by.
+            steps_ahead: most decode steps offered beside a prefill.
+        """
         model = self.model
-        return Batcher(self.settings, num_blocks=model.num_blocks, block_size=model.block_size, steps_ahead=steps_ahead)
+        return Batcher(
+            self.settings, num_blocks=model.num_blocks, block_size=model.block_size, steps_ahead=steps_ahead,
+            pace=None if self.pace is None or engine is None else EnginePace(engine, get_policy(self.pace)),
+        )  # fmt: skip
 
 
 def serve_model(
@@ -315,7 +328,7 @@ def serve_model(
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         result = serve_trace(
-            trace, engine, serving.batcher(), prompts, label=label, check=check, progress=progress,
+            trace, engine, serving.batcher(engine), prompts, label=label, check=check, progress=progress,
             on_step=tell if told else None, clock=WallClock(), sampling=sampling_of(temperature, seed),
             stop_tokens=stop_tokens, before_step=verifier.poison if verifier else None, most_checked=None,
         )  # fmt: skip

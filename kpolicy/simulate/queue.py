@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kpolicy.errors import ConfigError
 from kpolicy.scheduling.batching import MOST_STEPS_AHEAD, step_facts
 from kpolicy.scheduling.gap_tail import GapTail
-from kpolicy.scheduling.pace import Pace, in_line
+from kpolicy.scheduling.pace import Line, Pace, in_line
 from kpolicy.scheduling.token_gaps import TokenGaps
 from kpolicy.settings import Settings
 from kpolicy.shapes import NO_FACTS, BatchNumbers, BatchShape
@@ -165,16 +165,15 @@ class Queue:
 
     def _paced(self, pace: Pace, num_decodes: int, room: int) -> int:
         """Prompt tokens that the step may have by its costs."""
-        total = len(self.prefilling) + len(self.waiting)
-        first = (self.prefilling or self.waiting)[0]
-        size = pace.held(first, num_decodes, total)
-        if size is None:
+
+        def line() -> Line:
             prompts = itertools.chain(self.prefilling, self.waiting)
             left = ((request.until - request.computed, request.computed) for request in prompts)
             places = len(self.prefilling) + self.most_reqs - self.num_running
-            line = in_line(left, total, room, places, self.rows.kv_tokens)
-            size = pace.next_step(first, num_decodes, line)
-        return size - num_decodes * self.rows.query_len
+            return in_line(left, total, room, places, self.rows.kv_tokens)
+
+        total = len(self.prefilling) + len(self.waiting)
+        return pace.prompt_tokens((self.prefilling or self.waiting)[0], num_decodes, total, line)
 
     def _enter_blocks(self) -> None:
         """Give every decode row the blocks that its next tokens need; where none is left somebody gives way."""

@@ -397,7 +397,7 @@ def test_end_to_end(arguments: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     """Each policy serves the same requests each round; the table has ratios to the replica's."""
     from kpolicy.serving import real_run
 
-    serve, served = real_run.serve_model, []
+    serve, served, paces = real_run.serve_model, [], []
 
     def told(trace: Any, *given: Any, **named: Any) -> Any:
         """Count steps, and tokens as if the last request came after all of them."""
@@ -413,6 +413,7 @@ def test_end_to_end(arguments: list[str], tmp_path: Path, monkeypatch: pytest.Mo
             until_the_end(*step)
 
         result, log = serve(trace, *given, **named | {"on_step": on_step})
+        paces.append((named["label"], given[1].pace))
         assert until_the_end.tokens == result.tokens
         served.append((steps, counts.tokens / counts.span_s))
         return result, log
@@ -423,15 +424,20 @@ def test_end_to_end(arguments: list[str], tmp_path: Path, monkeypatch: pytest.Mo
         + "".join(f"2023-11-16 18:17:{i:02}.0000000,{3 + 5 * i % 30},{2 + i % 5}\n" for i in range(12))
     )
     given = [*arguments, "--traces", str(tmp_path), "--requests", "8", "--rounds", "2", "--loads", "code x50"]
-    assert end_to_end.main([*given, "--policies", "auto", "vllm", "--calibrate", "0.1"]) == 0
+    given += ["--calibrate", "0.1", "--also", "eager"]
+    assert end_to_end.main([*given, "--policies", "auto", "vllm", "auto 1:1:1 paced"]) == 0
     rows = tmp_path / "rows.json"
     assert end_to_end.main(["--summary", arguments[-1], "--json", str(rows)]) == 0
     table = json.loads(rows.read_text())
-    assert {(row["policy"], row["figure"]) for row in table} == {
-        (policy, figure) for policy in ("auto", "vllm") for figure in end_to_end.BETTER_UP
+    assert {(row["policy"], row["figure"], row["repeats"]) for row in table} == {
+        (policy, figure, rounds)
+        for policy, rounds in (("auto", 2), ("vllm", 2), ("auto 1:1:1 paced", 2), ("eager", 1))
+        for figure in end_to_end.BETTER_UP
     }
     assert all(row["ratio_to_vllm_replica"] == 1 for row in table if row["policy"] == "vllm")
-    assert all(row["low"] <= row["value"] <= row["high"] for row in table)
+    assert all(row["low"] <= row["value"] <= row["high"] for row in table if row["repeats"] > 1)
+    assert [pace for spec, pace in paces if spec == "auto 1:1:1 paced"] == ["vllm"] * 2
+    assert {pace for spec, pace in paces if spec != "auto 1:1:1 paced"} == {None}
     cells = read(arguments)["cells"]
     assert all(cell["served"] == 8 for cell in cells.values())
     # What a round's own steps are, not all of the process so far.
@@ -440,6 +446,36 @@ def test_end_to_end(arguments: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     # The replica has vLLM's sizes, which end below this load's prompts, and not those that `auto` has captured.
     assert cells["code x50/0/vllm"]["steps"]["eager"] > 0
     assert cells["code x50/0/auto"]["steps"].get("eager", 0) == 0
+
+
+def test_policies_of_end_to_end_are_read() -> None:
+    """A policy, an objective and 'paced', in that order; anything else says what may be there."""
+    for text in ("auto", "auto 1:1:1 paced", "vllm:version=0.33", "auto latency"):
+        assert end_to_end.policy_of(text) == text
+    for text, message in (
+        ("autoo", "did you mean 'auto'"), ("", "unknown policy"), ("auto quick", "objective"),
+        ("auto 1:1 packed", "may be 'paced' alone"), ("auto 1:1 paced paced", "may be 'paced' alone"),
+    ):  # fmt: skip
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            end_to_end.policy_of(text)
+
+
+def test_policies_of_the_first_rounds_alone() -> None:
+    """Each round begins with another policy; a round counts without those that it doesn't have."""
+    policies = ["auto", "vllm", "eager"]
+    assert [end_to_end.in_round(policies, i, ["eager"], 1) for i in range(3)] == [
+        ["auto", "vllm", "eager"], ["vllm", "auto"], ["auto", "vllm"],
+    ]  # fmt: skip
+    cell = {**dict.fromkeys(end_to_end.BETTER_UP, 10.0), "served": 8}
+    cells = {f"code x1/{i}/{spec}": cell for i in range(3) for spec in end_to_end.in_round(policies, i, ["eager"], 1)}
+    data = {"cells": cells, "model": "m", "rates": {"code x1": 1.0}, "also": {"policies": ["eager"], "rounds": 1}}
+
+    def repeats() -> dict[str, int]:
+        return {row["policy"]: row["repeats"] for row in end_to_end.summarise(data)}
+
+    assert repeats() == {"auto": 3, "vllm": 3, "eager": 1}
+    del cells["code x1/0/vllm"]
+    assert repeats() == {"auto": 2, "vllm": 2}
 
 
 def test_interrupted_rounds_do_not_count(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from kpolicy.attention.support import Claims
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
+from kpolicy.engine import Engine
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder
 from kpolicy.modes import Part
 from kpolicy.policies import get_policy
 from kpolicy.policies.base import PolicyContext
-from kpolicy.scheduling.pace import Line, Pace, in_line, mixed_numbers, other_select
+from kpolicy.scheduling.pace import EnginePace, Line, Pace, in_line, mixed_numbers, other_select
 from kpolicy.settings import Objective, Settings
 
 PIECES = (256, 512, 1024, 2048)
@@ -320,3 +321,28 @@ def test_the_numbers_of_a_step():
     assert (decodes.total_tokens, decodes.total_reqs, decodes.num_prefills) == (32, 32, 0)
     prompts = mixed_numbers(0, 1, 512)
     assert (prompts.num_decodes, prompts.total_tokens, prompts.max_query_len) == (0, 512, 512)
+
+
+def test_an_engine_s_pace_goes_by_its_graphs_and_costs_of_now() -> None:
+    """Costs that are taken while it serves change the next answer."""
+    engine = Engine("auto", ladder=PIECES, settings=SETTINGS, costs=table(), objective="latency")
+    found, other = EnginePace(engine, get_policy("vllm:version=0.23")), get_policy("vllm:version=0.23")
+
+    def both() -> tuple[int, int]:
+        made = Pace(engine.context, engine.compiled.select, other_select(other, engine.context))
+        return (
+            found.prompt_tokens(object(), 10, 22, lambda: FULL_LINE),
+            made.prompt_tokens(object(), 10, 22, lambda: FULL_LINE),
+        )
+
+    assert both() == (1014, 1014)
+    engine.take_costs(table(host_eager=HostCost(9000.0)))
+    assert both() == (502, 502)
+    asked: list[int] = []
+
+    def line() -> Line:
+        asked.append(1)
+        return FULL_LINE
+
+    assert [found.prompt_tokens("first", 10, 22, line) for _ in range(32)] == [502] * 32
+    assert len(asked) == 2, "an answer stands for sixteen steps, and the line is made for the first of them alone"

@@ -12,7 +12,9 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.engine import Engine
 from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.ladders import CaptureSizes
+from kpolicy.policies import get_policy
 from kpolicy.scheduling.batching import Batcher
+from kpolicy.scheduling.pace import EnginePace
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.settings import Settings
 from kpolicy.simulate import Server, SimResult, SimStep, simulate
@@ -84,13 +86,17 @@ def run(
 
 def reference(
     trace: Trace, policy: str, *, num_blocks: int = 30, block_size: int = 4, steps_ahead: int = 8,
-    settings: Settings = LIMITS, costs: CostTable = COSTS, ladder: CaptureSizes = SIZES,
+    settings: Settings = LIMITS, costs: CostTable = COSTS, ladder: CaptureSizes = SIZES, objective: str = "throughput",
+    pace: str | None = None,
 ) -> tuple[RunResult, list[tuple[Any, ...]]]:  # fmt: skip
     """The same by tokens: the batcher, an Engine and the simulated executor; numbers, decision, start and time."""
     executor = SimulatedExecutor(costs, num_blocks=num_blocks, block_size=block_size, vocab=300)
-    engine = Engine(policy, ladder=ladder, settings=settings, costs=costs, executor=executor)
+    engine = Engine(policy, ladder=ladder, settings=settings, costs=costs, executor=executor, objective=objective)
     engine.capture()
-    batcher = Batcher(settings, num_blocks=num_blocks, block_size=block_size, steps_ahead=steps_ahead)
+    batcher = Batcher(
+        settings, num_blocks=num_blocks, block_size=block_size, steps_ahead=steps_ahead,
+        pace=None if pace is None else EnginePace(engine, get_policy(pace)),
+    )  # fmt: skip
     steps: list[tuple[Any, ...]] = []
     result = serve_trace(
         trace, engine, batcher, Prompts(vocab=300),

@@ -31,13 +31,21 @@ from .helpers import COSTS, LIMITS, SIZES, hash_lists, reference, run, server, t
 POLICIES = ("auto", "vllm", "split", "eager", "piecewise", "sglang")
 
 
-@given(traces(), st.sampled_from(POLICIES), st.sampled_from([(30, 4), (21, 4), (9, 16), (90, 1)]), st.integers(1, 8))
-@run_settings(max_examples=80)
-def test_steps_and_clock_are_those_of_a_run_by_tokens(trace, policy, blocks, steps_ahead):
+@given(
+    traces(), st.sampled_from(POLICIES), st.sampled_from([(30, 4), (21, 4), (9, 16), (90, 1)]), st.integers(1, 8),
+    st.sampled_from([("throughput", None), ("latency", None), ("latency", "vllm"), ("0:1:2", "eager")]),
+)  # fmt: skip
+@run_settings(max_examples=120)
+def test_steps_and_clock_are_those_of_a_run_by_tokens(trace, policy, blocks, steps_ahead, asked):
     """Same batches, same decisions, same times to the last bit, and the same latencies."""
-    num_blocks, block_size = blocks
-    wanted, steps = reference(trace, policy, num_blocks=num_blocks, block_size=block_size, steps_ahead=steps_ahead)
-    got, seen = run(trace, policy, of=server(num_blocks, block_size, steps_ahead=steps_ahead))
+    (num_blocks, block_size), (objective, pace) = blocks, asked
+    wanted, steps = reference(
+        trace, policy, num_blocks=num_blocks, block_size=block_size, steps_ahead=steps_ahead, objective=objective,
+        pace=pace,
+    )  # fmt: skip
+    got, seen = run(
+        trace, policy, of=server(num_blocks, block_size, steps_ahead=steps_ahead, pace=pace), objective=objective
+    )
     assert [(each.step.numbers, each.decision, each.cycle_us) for each in seen] == [
         (numbers, decision, cycle_us) for numbers, decision, _start, cycle_us in steps
     ]

@@ -84,12 +84,9 @@ def test_prompts_in_line_have_a_place():
     asked = []
 
     class Asked:
-        def held(self, _first, _num_decodes, _num_prompts):
-            return None
-
-        def next_step(self, _first, num_decodes, line):
-            asked.append((num_decodes, line))
-            return 64
+        def prompt_tokens(self, _first, num_decodes, _num_prompts, line):
+            asked.append((num_decodes, line()))
+            return 64 - num_decodes
 
     queue.pace = Asked()
     for order in range(5):
