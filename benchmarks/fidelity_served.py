@@ -49,8 +49,18 @@ def outside(each: dict[str, Any]) -> tuple[float, float]:
 
 
 def requests_of(run: dict[str, Any], trace: Path, start_s: float, window_s: float) -> Trace:
-    """The requests that the run served."""
+    """The requests that the run served.
+
+    Raises:
+        ConfigError: its steps were bounded by ``--pace``, whose answers go by costs as they were while it served, so
+            that its batches can't be made again.
+    """
     setting = run["setting"]
+    if setting.get("pace"):
+        raise ConfigError(
+            f"the run had --pace {setting['pace']}: its batches went by costs as they were while it served, and can't "
+            "be made again. Give a run without --pace."
+        )
     return read_trace(trace).window(start_s, window_s).limited(setting["max_model_len"]).scaled(setting["rate"])
 
 

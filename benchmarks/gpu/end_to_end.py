@@ -87,6 +87,11 @@ def load_of(text: str) -> str:
     return text
 
 
+def paced(spec: str) -> bool:
+    """Whether a policy's steps are bounded."""
+    return spec.split()[2:] == ["paced"]
+
+
 def policy_of(text: str) -> str:
     """A policy as an option has it.
 
@@ -183,7 +188,9 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
             "give another --out."
         )
     policies = [*options.policies, *options.also]
-    also = {"policies": options.also, "rounds": options.also_rounds}
+    if twice := sorted(spec for spec, count in Counter(policies).items() if count > 1):
+        sys.exit(f"{', '.join(twice)}: given twice. A policy is in --policies or in --also, once.")
+    also = {"policies": options.also, "rounds": options.also_rounds if options.also else 0}
     if results.data.setdefault("also", also) != also:
         sys.exit(f"{options.out} has rounds by --also {results.data['also']} and now it is {also}; give another --out.")
     settings = Settings(max_num_reqs=8 if tiny else 256, max_num_tokens=64 if tiny else 2048)
@@ -209,7 +216,8 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
         )  # fmt: skip
         results.data |= {**took, "support": str(model.support)}
         print(f"{model!r}: {took}, {results.elapsed():.0f} s", flush=True)
-        serving, prompts = Serving(model=model, settings=settings, verify=False), Prompts(0, vocab=model.vocab)
+        filled, prompts = Serving(model=model, settings=settings, verify=False), Prompts(0, vocab=model.vocab)
+        servings = {spec: attrs.evolve(filled, pace=PACED_BY if paced(spec) else None) for spec in policies}
         rates = results.data.setdefault("rates", {})
         for load in options.loads:
             trace = requests_of(options.traces, load, model, options.requests)
@@ -217,9 +225,9 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
             scaled = trace.scaled(rates[load])
             _forget_parts(results.cells, load, policies, also)
             warm = trace.window(0, max(trace.span_s / WARM, 1e-3)).scaled(1e3)
-            for engine in engines.values():  # kernels are compiled when a step first needs them
+            for spec, engine in engines.items():  # kernels are compiled when a step first needs them
                 if results.elapsed() < options.seconds:
-                    serve_model(warm, engine, serving, prompts)
+                    serve_model(warm, engine, servings[spec], prompts)
             print(f"{load}: {len(trace)} requests, rate {rates[load]:.3g}, {results.elapsed():.0f} s", flush=True)
             for round_ in range(options.rounds):
                 for spec in in_round(policies, round_, options.also, options.also_rounds):
@@ -233,8 +241,7 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
                     arriving, (steps, failures) = Arriving(scaled), counted(engines[spec])
                     with frozen_heap():
                         result, _ = serve_model(
-                            scaled, engines[spec], attrs.evolve(serving, pace=PACED_BY if "paced" in spec else None),
-                            prompts, label=spec, on_step=arriving,
+                            scaled, engines[spec], servings[spec], prompts, label=spec, on_step=arriving
                         )  # fmt: skip
                     if result.interrupted:
                         sys.exit(f"{name} was interrupted: it doesn't count, and is run again when this goes on.")

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 import attrs
 from cyclopts import Parameter
 
-from kpolicy.attention.support import AttentionSupport, parse_attention
+from kpolicy.attention.support import AttentionSupport, Claims, parse_attention
 from kpolicy.budgets import Budget
 from kpolicy.costs import CostTable
 from kpolicy.device_names import DeviceName, read_device
 from kpolicy.errors import ConfigError, SupportError, UnknownNameError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
+from kpolicy.scheduling.pace import other_keys
 from kpolicy.settings import LIMITS, Settings
 from kpolicy.shapes import LARGEST_COUNT
 from kpolicy.words import some
@@ -285,24 +286,32 @@ def settings_of(**limits: tuple[str, int]) -> Settings:
 
 
 PACE_HELP = (
-    "A policy: steps with decodes take fewer prompt tokens where --objective weighs the gap, as long as the prompts in "
-    "line take no longer than by that policy in full steps, or the objective's bound on first tokens allows, whichever "
-    "is longer. By default steps are filled."
+    "A policy: how many prompt tokens a step with decodes holds is decided by costs and --objective, fewer where that "
+    "weighs the gap, as long as the prompts in line take no longer than by that policy in full steps, or the "
+    "objective's bound on first tokens allows, whichever is longer. First tokens may be later by it. It holds for "
+    "every policy that is served. By default steps are filled."
 )
 
 
-def pace_of(pace: str | None) -> str | None:
-    """The policy that ``--pace`` names, or none.
+def check_pace(pace: str | None, claims: Claims | None = None, settings: Settings | None = None) -> None:
+    """Refuse a ``--pace`` that names no policy, or, once these are known, one that can't have its graphs.
+
+    Args:
+        pace: the option.
+        claims: what attention supports.
+        settings: the deployment's limits.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: it is refused.
     """
-    if pace is not None:
-        try:
-            get_policy(pace)
-        except ConfigError as error:
-            raise ConfigError(f"--pace: {error}") from None
-    return pace
+    if pace is None:
+        return
+    try:
+        policy = get_policy(pace)
+        if claims is not None and settings is not None:
+            other_keys(policy, claims, settings)
+    except ConfigError as error:
+        raise ConfigError(f"--pace: {error}") from None
 
 
 def step_limits(settings: Settings, pace: str | None = None) -> str:

@@ -20,10 +20,10 @@ from kpolicy.cli.options import (
     Deployment,
     Json,
     at_least,
+    check_pace,
     check_rate,
     device_here,
     ladder_of,
-    pace_of,
     settings_of,
     specs_of,
     step_limits,
@@ -183,6 +183,7 @@ def run(
 ) -> int:
     """Serve a request trace with each policy, and compare them on the same arrivals."""
     specs, at = specs_of(policy), _device(device, model)
+    check_pace(pace)
     if not 1 <= repeats <= MOST_REPEATS:
         raise ConfigError(f"--repeats is {repeats}; it must be a whole number from 1 to {MOST_REPEATS}.")
     if repeats > 1 and at.kind == SIMULATED:
@@ -198,7 +199,7 @@ def run(
     asked = Asked(
         requests=requests, turns=files.turns(specs, deployment.reads([requests.trace], model), repeats=repeats),
         device=at, model=model, deployment=deployment,
-        max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, pace=pace_of(pace), seed=at_least("--seed", seed, 0),
+        max_num_tokens=max_num_tokens, kv_tokens=kv_tokens, pace=pace, seed=at_least("--seed", seed, 0),
         verify=verify, faults=tuple(fault or ()), check_addresses=check_addresses, recapture=recapture, json=json,
         files=files,
     )  # fmt: skip
@@ -338,6 +339,7 @@ def _run_simulated(asked: Asked) -> int:
         faults=asked.faults,
         trace=trace if requests.rate in (None, 1) else trace.scaled(requests.rate),
     )
+    check_pace(job.pace, job.support.claims, settings)
     engines = {turn.spec: _engine(turn.spec, job) for turn in turns}
     results = _serve(engines, job, turns, asked.files, quiet=asked.json)
     if asked.json:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kpolicy.cli.options import COMMAND, ladder_of, settings_of, step_limits
+from kpolicy.cli.options import COMMAND, check_pace, ladder_of, settings_of, step_limits
 from kpolicy.cli.render import console, print_json, render_run
 from kpolicy.cli.run import MODEL_CPU_TOKENS, MOST_KV_TOKENS
 from kpolicy.cli.step_log import RunsOn
@@ -115,6 +115,7 @@ def _prepare(asked: Asked) -> _Job:
         asked.model, settings, kv_tokens=kv_tokens, block_size=size.block_size, seed=asked.seed, device=at.given
     )  # fmt: skip
     _check_profile(asked, model)
+    check_pace(asked.pace, model.support.claims, settings)
     serving = Serving(
         model=model, settings=settings, ladder=ladder, costs=costs, objective=asked.deployment.objective,
         budget=asked.deployment.budget(), faults=asked.faults, verify=asked.verify,
@@ -295,6 +296,7 @@ def _setting(job: _Job) -> list[str]:
     spaced = f"arrivals at {job.rate:.3g} times the trace's rate"
     if job.utilisation is not None:
         spaced += f", {job.utilisation:.0%} of what this machine serves when requests never run out"
+        spaced += "" if serving.pace is None else " and steps are filled"
     costs = "" if serving.costs is None else serving.costs.version
     measured = "costs measured here" if serving.costs and serving.costs.version.startswith("measured ") else costs
     return [

@@ -8,7 +8,7 @@ from typing import Annotated
 import attrs
 from cyclopts import Parameter
 
-from kpolicy.cli.options import PACE_HELP, Deployment, at_least, pace_of, settings_of, whole
+from kpolicy.cli.options import PACE_HELP, Deployment, at_least, check_pace, settings_of, whole
 from kpolicy.errors import ConfigError
 from kpolicy.simulate import Drafts, Server, ServiceLevel
 from kpolicy.simulate.cost_models import CostModel, cost_model
@@ -179,6 +179,7 @@ class Served:
                 f"--slower-host {self.slower_host:g} needs costs that say how fast their host was, and these are "
                 f"{model.what}. Give a --profile that kpolicy calibrate wrote, or leave it out."
             )
+        check_pace(self.pace, deployment.support().claims, settings)
         server = Server(
             settings=settings,
             kv_tokens=self._kv_tokens(model),
@@ -191,7 +192,7 @@ class Served:
             scheduler_prompt_us=self.scheduler_prompt_us,
             steady_host=self.steady_host,
             slower_host=self.slower_host,
-            pace=pace_of(self.pace),
+            pace=self.pace,
             warm=self.warm,
             concurrency=None if self.concurrency is None else at_least("--concurrency", self.concurrency, 1),
             service_level=ServiceLevel(ttft_ms=self.slo_ttft_ms, gap_ms=self.slo_gap_ms),

@@ -2,7 +2,8 @@
 
 Decode rows come first, one token each; then prompts, chunked under the token budget, in order of arrival. When KV
 blocks run out the request that was admitted last gives its blocks back and is computed again later (preemption by
-recomputation). `kpolicy run`, the reference runner and the simulator all batch with this class.
+recomputation). `kpolicy run` and the reference runner batch with this class; the simulator's `Queue` makes the same
+steps from counts alone.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kpolicy.errors import ConfigError
 from kpolicy.executors.base import StepInputs, StepOutputs
 from kpolicy.scheduling.gap_tail import GapTail
-from kpolicy.scheduling.pace import EnginePace, Line, in_line
+from kpolicy.scheduling.line import Line, in_line
 from kpolicy.settings import Settings
 from kpolicy.shapes import GAP_TAIL_US, NO_FACTS, WAITING_REQS, BatchNumbers
+
+if TYPE_CHECKING:
+    from kpolicy.scheduling.pace import EnginePace
 
 __all__ = ["Batch", "Batcher", "Completion", "Generation", "step_facts"]
 
@@ -221,10 +225,11 @@ class Batcher:
         rows = self._decode_rows()
         num_decodes = len(rows.requests)
         budget = self.settings.max_num_tokens - num_decodes
-        if self.pace is not None and num_decodes and budget > 0:
-            budget = min(budget, self._paced(self.pace, rows, budget))
         # What was preempted for want of blocks doesn't come back in the same step.
-        chunks = self._chunks(budget, admit=self.num_preemptions == before) if self.prefilling or self.waiting else []
+        admit = self.num_preemptions == before
+        if self.pace is not None and num_decodes and budget > 0 and self._can_take(admit=admit):
+            budget = min(budget, self._paced(self.pace, rows, budget))
+        chunks = self._chunks(budget, admit=admit) if self.prefilling or self.waiting else []
         while not num_decodes and not chunks and len(self.prefilling) > 1:
             # Half-computed prompts hold all blocks: the last one gives way, so that the first can finish.
             self._preempt(self.prefilling[-1])
@@ -233,20 +238,26 @@ class Batcher:
             return None
         return Batch(self._inputs(rows, chunks), rows.requests, chunks)
 
+    def _can_take(self, *, admit: bool) -> bool:
+        """Whether a prompt can be in the next step: a pace's answer stands for some steps of those alone."""
+        if admit and self.waiting and self._free and self._num_running < self.settings.max_num_reqs:
+            return True
+        return any(
+            self._free or len(request.blocks) * self.block_size > request.num_computed for request in self.prefilling
+        )
+
     def _paced(self, pace: EnginePace, rows: _DecodeRows, room: int) -> int:
-        """Prompt tokens that the step may have by its costs; `room` where no prompt can run."""
-        places = self.settings.max_num_reqs - len(self.decoding)
-        # An answer stands for some steps of those that a prompt can be in.
-        if not self.prefilling and not (self.waiting and places > 0):
-            return room
+        """Prompt tokens that the step may have by its costs."""
 
         def line() -> Line:
             prompts = chain(self.prefilling, self.waiting)
             left = ((request.until - request.num_computed, request.num_computed) for request in prompts)
+            places = min(self.settings.max_num_reqs, self.settings.max_num_tokens) - len(self.decoding)
             return in_line(left, total, room, places, rows.kv_tokens)
 
         total = len(self.prefilling) + len(self.waiting)
-        return pace.prompt_tokens((self.prefilling or self.waiting)[0], len(rows.requests), total, line)
+        first = (self.prefilling or self.waiting)[0]
+        return pace.prompt_tokens((first.index, first.num_preempted), len(rows.requests), total, line)
 
     def _decode_rows(self) -> _DecodeRows:
         """The decode rows, each with a KV slot for its next token."""

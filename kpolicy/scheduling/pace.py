@@ -17,24 +17,26 @@ halves, where the step may run eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import attrs
 
+from kpolicy.attention.support import Claims
 from kpolicy.decision import Decision
+from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes
 from kpolicy.modes import Part
 from kpolicy.policies.base import CompiledPolicy, Policy, PolicyContext
+from kpolicy.scheduling.line import Line
+from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["Deciding", "EnginePace", "Line", "Pace", "in_line", "mixed_numbers", "other_select"]
+__all__ = ["Deciding", "EnginePace", "Pace", "mixed_numbers", "other_keys", "other_select"]
 
 _HALVES = 5
 """How often the limit is halved for sizes beside those of graphs"""
 _MOST_KEPT = 4096
-_MOST_LOOKED_AT = 8
-"""Prompts of a line that are looked at; those behind them are taken to be as long on average"""
 _HELD_STEPS = 16
 """Steps that an answer stands for, while the counts stay alike"""
 _SURE = 0.95
@@ -42,45 +44,6 @@ _SURE = 0.95
 _TOKENS_GRAIN = 4
 """Tokens in line are rounded up to a quarter of a power of two, other counts to a power: a step that is new takes half
 a millisecond to weigh, and its cost hardly changes by less"""
-
-
-class Line(NamedTuple):
-    """The prompts that a step could take."""
-
-    num_prompts: int
-    tokens: int
-    waiting: int
-    """Requests behind them, for whom this step has no room"""
-    pairs: int = 0
-    """Query-key pairs of their tokens; 0 for the least, prompts of one length that begin here"""
-    decode_kv: int = 0
-    """KV tokens of the decode rows; 0 for the least, one for each of their tokens"""
-
-
-def in_line(remaining: Iterable[tuple[int, int]], total: int, room: int, places: int, decode_kv: int = 0) -> Line:
-    """The prompts in line for a step; of many, those behind the first few are taken to be as long on average.
-
-    Args:
-        remaining: of each prompt, in order, the tokens that it still has to compute, and those that it has.
-        total: prompts in all.
-        room: tokens that the step has for prompts.
-        places: prompts that may run.
-        decode_kv: KV tokens of the rows that decode beside them.
-    """
-    count = tokens = pairs = 0
-    for left, before in remaining:
-        if tokens >= room or count >= places:
-            break
-        if count == _MOST_LOOKED_AT:
-            more = min(min(total, places) - count, -(-(room - tokens) * count // max(tokens, 1)))
-            pairs += pairs * more // count
-            count, tokens = count + more, min(room, tokens + tokens * more // count)
-            break
-        count += 1
-        new = min(left, room - tokens)
-        tokens += new
-        pairs += new * before + new * (new + 1) // 2
-    return Line(count, tokens, total - count, pairs, decode_kv)
 
 
 def mixed_numbers(num_decodes: int, num_prompts: int, prompt_tokens: int, query_len: int = 1) -> BatchNumbers:
@@ -143,7 +106,7 @@ class Pace:
         self._asked = (0, 0, 0)
         """(decodes, those that were weighed, prompts) of the last answer"""
         self._full = False
-        """Whether the line was as long as one step"""
+        """Whether the line was as long as one step, and the answer isn't more for the sake of whoever is first"""
         self._held = 0
         """Steps for which the last answer still stands"""
         held = {key.num_tokens for key in context.ladder.keys if key.part is not Part.FULL or not key.decode_only}
@@ -154,7 +117,7 @@ class Pace:
         """Most prompt tokens of the next step: by the last answer where it stands, else by the line as it is now.
 
         Args:
-            first: whoever is first in line.
+            first: what tells whoever is first in line from everybody else, and from itself before a preemption.
             num_decodes: decode rows of the step, at least one.
             num_prompts: prompts in line and behind it.
             line: makes the line, which takes longer than the rest.
@@ -176,10 +139,11 @@ class Pace:
             num_decodes: decode rows of the step.
             num_prompts: prompts in line and behind it.
         """
-        if self._held and (self._full or first is self._first):
+        if self._held and (self._full or first == self._first):
             decodes, most, prompts = self._asked
             if decodes < 2 * num_decodes and num_decodes <= most and prompts < 2 * num_prompts < 4 * prompts:
                 self._held -= 1
+                self._first = first
                 return self._least
         return None
 
@@ -197,13 +161,17 @@ class Pace:
         if not num_decodes or not line.tokens:
             return self._limit
         size, rows = self._weighed(num_decodes, line)
-        self._least = max(size, self._least) if first is self._first else size
+        self._least = max(size, self._least) if first == self._first else size
         self._first = first
-        self._full = num_decodes * self._q + line.tokens >= self._limit
+        self._full = num_decodes * self._q + line.tokens >= self._limit and self._least == size
         if self._full or self._least < self._limit:
             self._held = _HELD_STEPS - 1
             self._asked = (num_decodes, rows, line.num_prompts + line.waiting)
         return self._least
+
+    def go_on_from(self, before: Pace) -> None:
+        """Take over who is first in line and the least that it gets from the rule by earlier graphs or costs."""
+        self._first, self._least = before._first, before._least
 
     def most_tokens(self, num_decodes: int, line: Line) -> int:
         """Most tokens that the step may have, its decodes included; the limit where that is best.
@@ -318,21 +286,30 @@ class EnginePace:
     Args:
         engine: decides the steps.
         other: the policy whose whole steps prompts may take as long as, over its own default sizes.
+
+    Raises:
+        ConfigError: the other policy can't have the graphs that it asks for.
     """
 
     def __init__(self, engine: Deciding, other: Policy) -> None:
         self._engine, self._other = engine, other
-        self._compiled: CompiledPolicy | None = None
-        self._pace: Pace | None = None
+        self._compiled = compiled = engine.compiled
+        context = engine.context
+        self._costs = context.costs
+        self._other_select = other_select(other, context)
+        self._pace = Pace(context, compiled.select, self._other_select)
 
     def prompt_tokens(self, first: object, num_decodes: int, num_prompts: int, line: Callable[[], Line]) -> int:
         """As `Pace.prompt_tokens`."""
-        compiled, pace = self._engine.compiled, self._pace
-        if pace is None or compiled is not self._compiled:
-            context = self._engine.context
-            pace = self._pace = Pace(context, compiled.select, other_select(self._other, context))
-            self._compiled = compiled
-        return pace.prompt_tokens(first, num_decodes, num_prompts, line)
+        compiled = self._engine.compiled
+        if compiled is not self._compiled:
+            context, before = self._engine.context, self._pace
+            if context.costs is not self._costs:
+                # Graphs that come and go are this Engine's: the other's are those that it would have captured.
+                self._costs, self._other_select = context.costs, other_select(self._other, context)
+            self._compiled, self._pace = compiled, Pace(context, compiled.select, self._other_select)
+            self._pace.go_on_from(before)
+        return self._pace.prompt_tokens(first, num_decodes, num_prompts, line)
 
 
 def _rounded(count: int, grain: int = 1) -> int:
@@ -343,6 +320,23 @@ def _rounded(count: int, grain: int = 1) -> int:
     return -(-count // part) * part
 
 
+def other_keys(
+    policy: Policy, claims: Claims, settings: Settings, sizes: CaptureSizes | None = None
+) -> Sequence[GraphKey]:  # fmt: skip
+    """The graphs that another policy would have captured.
+
+    Args:
+        policy: the other policy.
+        claims: what attention supports.
+        settings: the deployment's limits.
+        sizes: its capture sizes; its own by default.
+
+    Raises:
+        ConfigError: it can't have what it asks for.
+    """
+    return policy.plan(policy.sizes(settings) if sizes is None else sizes, claims, settings)
+
+
 def other_select(policy: Policy, context: PolicyContext, sizes: CaptureSizes | None = None) -> Callable[..., Decision]:
     """The per-batch path of another policy over the graphs that it would have captured, priced by the same costs.
 
@@ -350,7 +344,9 @@ def other_select(policy: Policy, context: PolicyContext, sizes: CaptureSizes | N
         policy: the other policy.
         context: what the first one reads.
         sizes: the other's capture sizes; its own by default.
+
+    Raises:
+        ConfigError: it can't have what it asks for.
     """
-    sizes = policy.sizes(context.settings) if sizes is None else sizes
-    keys = policy.plan(sizes, context.claims, context.settings)
+    keys = other_keys(policy, context.claims, context.settings, sizes)
     return policy.compile(attrs.evolve(context, ladder=CaptureLadder(keys, assumed=True))).select

@@ -277,13 +277,21 @@ class Serving:
         """A scheduler over the model's KV.
 
         Args:
-            engine: what serves its steps, whose costs `pace` goes by.
+            engine: what serves its steps, captured; `pace` goes by its graphs and costs.
             steps_ahead: most decode steps offered beside a prefill.
+
+        Raises:
+            ConfigError: there is a `pace` and no engine.
         """
-        model = self.model
+        model, pace = self.model, None
+        if self.pace is not None:
+            if engine is None:
+                raise ConfigError(
+                    f"pace is {self.pace!r}, which goes by an Engine's graphs and costs; give batcher() the engine."
+                )
+            pace = EnginePace(engine, get_policy(self.pace))
         return Batcher(
-            self.settings, num_blocks=model.num_blocks, block_size=model.block_size, steps_ahead=steps_ahead,
-            pace=None if self.pace is None or engine is None else EnginePace(engine, get_policy(self.pace)),
+            self.settings, num_blocks=model.num_blocks, block_size=model.block_size, steps_ahead=steps_ahead, pace=pace
         )  # fmt: skip
 
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from kpolicy.errors import ConfigError
 from kpolicy.scheduling.batching import MOST_STEPS_AHEAD, step_facts
 from kpolicy.scheduling.gap_tail import GapTail
-from kpolicy.scheduling.pace import Line, Pace, in_line
+from kpolicy.scheduling.line import Line, in_line
+from kpolicy.scheduling.pace import EnginePace
 from kpolicy.scheduling.token_gaps import TokenGaps
 from kpolicy.settings import Settings
 from kpolicy.shapes import NO_FACTS, BatchNumbers, BatchShape
@@ -91,7 +92,7 @@ class Queue:
         """A decode row takes part in every step, so no more are admitted than one step's tokens hold."""
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
-        self.pace: Pace | None = None
+        self.pace: EnginePace | None = None
         """What says how many tokens a step may have beside decodes; None leaves the limit"""
         self.gap_tail: GapTail | None = None
         """The longest gaps so far; None tells nobody"""
@@ -149,12 +150,11 @@ class Queue:
         self._enter_blocks()
         num_decodes = len(self.rows.rows)
         budget = self.settings.max_num_tokens - num_decodes * self.rows.query_len
-        # As in serving engines, not where no prompt can run: an answer stands for some steps of those that one can.
-        some = self.prefilling or (self.waiting and self.num_running < self.most_reqs)
-        if self.pace is not None and num_decodes and some:
-            budget = min(budget, self._paced(self.pace, num_decodes, budget))
         # What was preempted for want of blocks doesn't come back in the same step.
-        chunks = self._chunks(budget, admit=self.num_preemptions == before) if self.prefilling or self.waiting else []
+        admit = self.num_preemptions == before
+        if self.pace is not None and num_decodes and self._can_take(admit=admit):
+            budget = min(budget, self._paced(self.pace, num_decodes, budget))
+        chunks = self._chunks(budget, admit=admit) if self.prefilling or self.waiting else []
         while not num_decodes and not chunks and len(self.prefilling) > 1:
             # Half-computed prompts hold all blocks: the last one gives way, so that the first can finish.
             self._preempt(self.prefilling[-1])
@@ -163,7 +163,7 @@ class Queue:
             return None
         return Step(self._numbers(chunks), chunks)
 
-    def _paced(self, pace: Pace, num_decodes: int, room: int) -> int:
+    def _paced(self, pace: EnginePace, num_decodes: int, room: int) -> int:
         """Prompt tokens that the step may have by its costs."""
 
         def line() -> Line:
@@ -173,7 +173,15 @@ class Queue:
             return in_line(left, total, room, places, self.rows.kv_tokens)
 
         total = len(self.prefilling) + len(self.waiting)
-        return pace.prompt_tokens((self.prefilling or self.waiting)[0], num_decodes, total, line)
+        first = (self.prefilling or self.waiting)[0]
+        return pace.prompt_tokens((first.index, first.preempted), num_decodes, total, line)
+
+    def _can_take(self, *, admit: bool) -> bool:
+        """Whether a prompt can be in the next step: a pace's answer stands for some steps of those alone."""
+        free = self.blocks.available
+        if admit and self.waiting and free and self.num_running < self.most_reqs:
+            return True
+        return any(free or request.blocks * self.block_size > request.computed for request in self.prefilling)
 
     def _enter_blocks(self) -> None:
         """Give every decode row the blocks that its next tokens need; where none is left somebody gives way."""

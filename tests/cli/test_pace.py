@@ -47,3 +47,12 @@ def test_a_run_has_as_short_steps_as_its_simulation(kpolicy: Command, tmp_path: 
 
 def test_a_run_refuses_a_policy_that_is_not_known(kpolicy: Command, trace: Path) -> None:
     refused(kpolicy("run", "--trace", trace, "--pace", "vlm"), "--pace: unknown policy 'vlm'", "did you mean 'vllm'?")
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+def test_a_policy_that_can_t_have_its_graphs_is_refused_by_its_option(
+    kpolicy: Command, trace: Path, command: str
+) -> None:
+    """Before anything is served: it isn't one of the policies that are."""
+    given = ("run", "--device", "simulated", "--trace", trace) if command == "run" else ("simulate", trace)
+    refused(kpolicy(*given, "--attention", "none", "--pace", "vllm:mode=FULL"), "--pace: vLLM doesn't start with")

@@ -124,6 +124,27 @@ def test_a_run_in_json(kpolicy: Command, config: Path, requests: Path) -> None:
             assert checks == {"checks": min(50, result["modes"][mode]["steps"]), "failures": 0}
 
 
+def test_a_paced_run_says_so(kpolicy: Command, config: Path, requests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In JSON and in words; what serves has it."""
+    real_run, paces = import_module("kpolicy.serving.real_run"), []
+    serve = real_run.serve_model
+
+    def noted(trace: Any, engine: Any, serving: Any, *rest: Any, **more: Any) -> Any:
+        paces.append(serving.pace)
+        return serve(trace, engine, serving, *rest, **more)
+
+    monkeypatch.setattr(real_run, "serve_model", noted)
+    given = ("run", "--model", config, "--trace", requests, "--policy", "auto", "--objective", "1:1", *SMALL)
+    ended = kpolicy(*given, "--pace", "vllm", "--json")
+    assert (ended.code, ended.json["setting"]["pace"], ended.json["policies"][0]["served"]) == (0, "vllm", 11)
+    told = kpolicy(*given, "--pace", "vllm").out
+    assert "16 tokens a step, fewer beside decodes as --pace vllm allows" in told
+    assert "when requests never run out and steps are filled" in told
+    assert paces == ["vllm", "vllm"]
+    ended = kpolicy(*given, "--json")
+    assert (ended.json["setting"]["pace"], paces[2:]) == (None, [None])
+
+
 @pytest.mark.parametrize("faults", [(), ("--fault", "replay_fails@1")], ids=["plain", "faults"])
 def test_what_is_measured_comes_after_a_warm_up(
     kpolicy: Command, config: Path, requests: Path, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import attrs
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kpolicy.costs import CostTable, Curve, HostCost  # noqa: E402
 from kpolicy.engine import LOOK_EVERY, Engine  # noqa: E402
+from kpolicy.errors import ConfigError  # noqa: E402
 from kpolicy.policies import policy_names  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.scheduling.batching import Batcher, Generation  # noqa: E402
@@ -162,6 +165,36 @@ def test_a_lost_device_hands_requests_back(model: Any) -> None:
     assert result.interrupted
     assert result.served + result.refused["device_lost"] == 8
     assert result.wrong == ()
+
+
+RISING = Curve((1, 64), (100.0, 740.0))
+RISES = CostTable(
+    version="made up", measured=True, full=RISING, piecewise=RISING, eager=RISING, host_full=HostCost(1.0),
+    host_piecewise=HostCost(1.0), host_eager=HostCost(1.0),
+)  # fmt: skip
+"""Each token takes 10 us, so that only the gap is a reason for short steps"""
+
+
+@pytest.mark.parametrize(("pace", "most"), [(None, 16), ("eager", 4)])
+def test_a_model_is_served_in_bounded_steps(serving: Serving, pace: str | None, most: int) -> None:
+    """Steps that have decodes hold fewer prompt tokens by costs and objective, and every request is rightly served."""
+    bounded = attrs.evolve(serving, pace=pace, costs=RISES, objective="0:1:4")
+    beside: list[int] = []
+
+    def tell(_index: int, inputs: Any, *_: Any) -> None:
+        numbers = inputs.numbers
+        if numbers.num_decodes and numbers.num_prefills:
+            beside.append(numbers.total_tokens)
+
+    trace = trace_of((0.0, 3, 30), *((0.0, 60, 2) for _ in range(4)))
+    result = serve(bounded, "piecewise", trace, on_step=tell)
+    assert (result.served, result.wrong) == (5, ())
+    assert max(beside) == most
+
+
+def test_a_pace_needs_the_engine_that_serves(serving: Serving) -> None:
+    with pytest.raises(ConfigError, match=r"pace is 'vllm', which goes by an Engine's graphs and costs; give batcher"):
+        attrs.evolve(serving, pace="vllm").batcher()
 
 
 def test_sampling_depends_on_the_request_alone(serving: Serving) -> None:

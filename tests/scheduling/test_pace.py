@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,12 +12,18 @@ from hypothesis import strategies as st
 from kpolicy.attention.support import Claims
 from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.engine import Engine
+from kpolicy.executors.base import StepOutputs
+from kpolicy.executors.simulated import SimulatedExecutor
 from kpolicy.keys import GraphKey
-from kpolicy.ladders import CaptureLadder
+from kpolicy.ladders import CaptureLadder, CaptureSizes
 from kpolicy.modes import Part
 from kpolicy.policies import get_policy
 from kpolicy.policies.base import PolicyContext
-from kpolicy.scheduling.pace import EnginePace, Line, Pace, in_line, mixed_numbers, other_select
+from kpolicy.reasons import Reason
+from kpolicy.scheduling import pace as module
+from kpolicy.scheduling.batching import Batch, Batcher, Generation
+from kpolicy.scheduling.line import Line, in_line
+from kpolicy.scheduling.pace import EnginePace, Pace, mixed_numbers, other_select
 from kpolicy.settings import Objective, Settings
 
 PIECES = (256, 512, 1024, 2048)
@@ -323,21 +330,23 @@ def test_the_numbers_of_a_step():
     assert (prompts.num_decodes, prompts.total_tokens, prompts.max_query_len) == (0, 512, 512)
 
 
-def test_an_engine_s_pace_goes_by_its_graphs_and_costs_of_now() -> None:
-    """Costs that are taken while it serves change the next answer."""
+OTHER = "vllm:version=0.23"
+NOTHING: Any = None
+SLOW_EAGER = table(host_eager=HostCost(9000.0))
+
+
+def asked_of(found: EnginePace, first: object, line: Line = FULL_LINE) -> int:
+    return found.prompt_tokens(first, 10, line.num_prompts + line.waiting, lambda: line)
+
+
+def test_an_engine_s_pace_goes_by_its_costs_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs that are taken while it serves change the next answer; a prompt that was divided isn't divided again."""
     engine = Engine("auto", ladder=PIECES, settings=SETTINGS, costs=table(), objective="latency")
-    found, other = EnginePace(engine, get_policy("vllm:version=0.23")), get_policy("vllm:version=0.23")
-
-    def both() -> tuple[int, int]:
-        made = Pace(engine.context, engine.compiled.select, other_select(other, engine.context))
-        return (
-            found.prompt_tokens(object(), 10, 22, lambda: FULL_LINE),
-            made.prompt_tokens(object(), 10, 22, lambda: FULL_LINE),
-        )
-
-    assert both() == (1014, 1014)
-    engine.take_costs(table(host_eager=HostCost(9000.0)))
-    assert both() == (502, 502)
+    found = EnginePace(engine, get_policy(OTHER))
+    assert asked_of(found, "one") == 1014
+    engine.take_costs(SLOW_EAGER)
+    assert asked_of(found, "one") == 1014, "a new rule by which it would have 502"
+    assert asked_of(found, "two") == 502
     asked: list[int] = []
 
     def line() -> Line:
@@ -346,3 +355,106 @@ def test_an_engine_s_pace_goes_by_its_graphs_and_costs_of_now() -> None:
 
     assert [found.prompt_tokens("first", 10, 22, line) for _ in range(32)] == [502] * 32
     assert len(asked) == 2, "an answer stands for sixteen steps, and the line is made for the first of them alone"
+
+
+def test_an_engine_s_pace_goes_by_its_graphs_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is gone is no size any more; the other policy is prepared anew for other costs alone."""
+    made: list[object] = []
+    monkeypatch.setattr(module, "other_select", lambda *given: made.append(given) or other_select(*given))
+    ladder = CaptureSizes((64,), (), (1500, 2048))
+    engine = Engine(
+        "piecewise", ladder=ladder, settings=SETTINGS, costs=table(), objective="latency",
+        executor=SimulatedExecutor(table(), num_blocks=4096),
+    )  # fmt: skip
+    engine.capture()
+    found = EnginePace(engine, get_policy(OTHER))
+    assert asked_of(found, "one") == 1490
+    [key] = [key for key in engine.registry.captured() if key.num_tokens == 1500]
+    engine.registry.withdraw(key, Reason.ADDRESS_CHANGED)
+    assert asked_of(found, "two") == 2038
+    assert len(made) == 1
+    engine.take_costs(SLOW_EAGER)
+    asked_of(found, "three")
+    assert len(made) == 2
+
+
+def test_whoever_had_an_answer_of_others_has_no_less_later() -> None:
+    """One that comes to the head of a line that an answer still stands for is divided as that says from then on."""
+    found, short = pace(table(), Objective(0.0, 1.0, 1.7)), Line(1, 400, 0)
+    size = found.next_step("one", 10, FULL_LINE)
+    assert size == found.held("two", 10, 22) > 256
+    assert found.next_step("two", 10, short) == size
+    assert found.next_step("three", 10, short) == 256
+
+
+class Told:
+    """Stands in for a pace: notes what it is asked, and gives so many prompt tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.asked: list[tuple[object, int, int, Line]] = []
+
+    def prompt_tokens(self, first: object, num_decodes: int, num_prompts: int, line: Callable[[], Line]) -> int:
+        self.asked.append((first, num_decodes, num_prompts, line()))
+        return self.tokens
+
+
+def ran(batch: Batch) -> StepOutputs:
+    """What a step gives whose rows are sampled on the host."""
+    return StepOutputs(batch.inputs.wanted, (), NOTHING, ())
+
+
+def batched(limits: Settings, told: Told, num_blocks: int, lengths: Sequence[tuple[int, int]], steps: int) -> Batcher:
+    """A batcher after so many steps over requests of (prompt tokens, tokens to generate)."""
+    batcher = Batcher(limits, num_blocks=num_blocks, block_size=4, steps_ahead=1, pace=told)  # type: ignore[arg-type]
+    for index, (prompt, output) in enumerate(lengths):
+        batcher.add(Generation(index, [1] * prompt, output))
+    for _ in range(steps):
+        batch = batcher.next_batch()
+        assert batch is not None
+        batcher.complete(batch, ran(batch), lambda _: 1)
+    return batcher
+
+
+def test_a_batcher_tells_its_line() -> None:
+    """Prompts that run and those that there are places for, and all KV; where all places decode it doesn't ask."""
+    told = Told(63)
+    limits = Settings(max_num_reqs=3, max_num_tokens=64)
+    batched(limits, told, 100, [(40, 9)] * 5, 3)
+    # 64 of the first two prompts' 80 tokens ran, and the third has the one place left; then all places are taken.
+    pairs = 16 * 24 + 16 * 17 // 2 + 40 * 41 // 2
+    assert told.asked == [((1, 0), 1, 4, (2, 56, 2, pairs, 41))]
+
+
+def test_a_batcher_does_not_ask_where_nothing_can_come_in() -> None:
+    """Without a free block no prompt can, nor in the step in which somebody gave way."""
+    told = Told(8)
+    batcher = batched(Settings(max_num_reqs=4, max_num_tokens=12), told, 4, [(12, 5), (8, 2)], 4)
+    assert (batcher.num_preemptions, len(batcher.waiting), told.asked) == (0, 1, [])
+    batcher = batched(Settings(max_num_reqs=4, max_num_tokens=16), told, 4, [(8, 8), (8, 2)], 2)
+    assert (batcher.num_preemptions, len(batcher.waiting), told.asked) == (1, 1, [])
+    assert batcher.next_batch() is not None
+    assert [first for first, *_ in told.asked] == [(1, 1)], "a block is free in the next one"
+
+
+def test_a_prompt_that_gave_way_is_another_one() -> None:
+    """It is computed again with what it generated: what it was divided into before says nothing."""
+    told = Told(2)
+    batcher = batched(Settings(max_num_reqs=4, max_num_tokens=32), told, 7, [(8, 16), (9, 5)], 3)
+    batcher._preempt(next(each for each in batcher.running if each.index == 1))
+    assert batcher.next_batch() is not None
+    assert [first for first, *_ in told.asked] == [(1, 1)]
+
+
+@pytest.mark.parametrize("limits", [(8, 4), (2, 16), (5, 5)])
+def test_a_batcher_with_a_pace_serves_all(limits: tuple[int, int]) -> None:
+    """Prompts make way however little a step may hold."""
+    told = Told(1)
+    batcher = batched(Settings(max_num_reqs=limits[0], max_num_tokens=limits[1]), told, 9, [(9, 3), (5, 4), (7, 2)], 0)
+    steps = 0
+    while (batch := batcher.next_batch()) is not None:
+        batcher.complete(batch, ran(batch), lambda _: 1)
+        steps += 1
+        assert steps < 200
+    assert batcher.free_blocks == 9
+    assert told.asked

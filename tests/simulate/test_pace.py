@@ -84,7 +84,8 @@ def test_prompts_in_line_have_a_place():
     asked = []
 
     class Asked:
-        def prompt_tokens(self, _first, num_decodes, _num_prompts, line):
+        def prompt_tokens(self, first, num_decodes, _num_prompts, line):
+            assert first == (1, 0)
             asked.append((num_decodes, line()))
             return 64 - num_decodes
 

@@ -15,7 +15,8 @@ from typing import Any
 from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
-from kpolicy.scheduling.pace import Pace, in_line, other_select
+from kpolicy.scheduling.line import in_line
+from kpolicy.scheduling.pace import Pace, other_select
 from kpolicy_vllm.rows import Rows, StepPlanner, queues_of
 from kpolicy_vllm.state import LISTED, State, workers_apart
 
@@ -118,7 +119,8 @@ class Pacer(StepPlanner):
         pace = self._pace(limit)
         # Decodes of other ranks wait for this one's step too.
         beside, total = max(decodes, 1), len(prompts) + waiting
-        first = rows.first.request_id
+        # A preempted request comes again with another prompt.
+        first = (rows.first.request_id, getattr(rows.first, "num_preemptions", 0))
         most = pace.held(first, beside, total)
         if most is None:
             most = self._asked(pace, first, beside, total)
@@ -174,7 +176,10 @@ class Pacer(StepPlanner):
                 other = other_select(policy, context, sizes)
             except KPolicyError as error:
                 state.counters.warn_once("not_compared", f"steps are bounded without vLLM's own rule beside: {error}")
-            pace = self._rule = Pace(context, state.select, other, limit=limit)
+            made = Pace(context, state.select, other, limit=limit)
+            if pace is not None and most == limit:
+                made.go_on_from(pace)
+            pace = self._rule = made
             self._by = (state.costs, state.select, limit)
         return pace
 
