@@ -24,8 +24,8 @@ from benchmarks.student import student
 __all__ = [
     "LADDER", "VLLM_SIZES", "Check", "Checks", "Results", "add_options", "add_slice_options", "bits_of", "config_of",
     "free", "header", "host_noise", "interval_of_mean", "launched", "load_model", "logits_checks", "logits_of",
-    "on_device", "one_kv", "open_engines", "opened", "ran", "random_shape", "sampled_of", "steady", "steps_by_commit",
-    "synchronise", "versions", "with_tokens",
+    "on_device", "one_kv", "open_engines", "opened", "ran", "random_shape", "sampled_of", "slices_of", "steady",
+    "steps_by_commit", "synchronise", "versions", "with_tokens",
 ]  # fmt: skip
 
 VLLM_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -426,6 +426,23 @@ def steps_by_commit(cells: Iterable[dict[str, Any]]) -> dict[str, int]:
     for cell in cells:
         counts[cell.get("commit", "unstated")] += cell["steps"]
     return dict(counts)
+
+
+def slices_of(files: list[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(head, cells) of one result of several slices: the head is the first one's, with the commands of all.
+
+    Raises:
+        SystemExit: they are of different models or devices.
+    """
+    data = [json.loads(file.read_text()) for file in files]
+    for each in data:
+        if (each["model"], each["device"]) != (data[0]["model"], data[0]["device"]):
+            sys.exit(f"slices differ: {each['model']} on {each['device']}, {data[0]['model']} on {data[0]['device']}")
+    head = {name: value for name, value in data[0].items() if name not in ("cells", "total")}
+    commands = [command for each in data for command in each.get("commands", [each.get("command")])]
+    if len(set(commands)) > 1:
+        head["commands"] = list(dict.fromkeys(commands))
+    return {**head, "slices": len(files)}, {name: cell for each in data for name, cell in each["cells"].items()}
 
 
 class Results:

@@ -21,7 +21,7 @@ What differs is found on the device and read some steps later, so that the devic
 one take turns at every wait, and a turn is longer than a step.
 
 Steps come in blocks, a seed each. A run goes on where its file ends; ``--first`` and ``--count`` share blocks out to
-processes, whose files ``--merge`` adds up. Each block notes the commit that it ran at (``--commit``).
+processes, whose files ``--merge`` adds up. Each block and the reference note the commit they ran at (``--commit``).
 
 Run: ``python -m benchmarks.gpu.correct --config FILE --out FILE [--part bits] [--first N --count N]``
 """
@@ -58,6 +58,7 @@ from benchmarks.gpu.common import (
     one_kv,
     opened,
     random_shape,
+    slices_of,
     steps_by_commit,
     with_tokens,
 )
@@ -506,13 +507,8 @@ def _rows(
 
 def merge(files: list[Path], out: Path) -> int:
     """One result of several slices."""
-    data = [json.loads(file.read_text()) for file in files]
-    for each in data:
-        if (each["model"], each["device"]) != (data[0]["model"], data[0]["device"]):
-            sys.exit(f"slices differ: {each['model']} on {each['device']}, {data[0]['model']} on {data[0]['device']}")
-    cells = {name: cell for each in data for name, cell in each["cells"].items()}
-    head = {name: value for name, value in data[0].items() if name not in ("cells", "total")}
-    result = {**head, "slices": len(files), "total": totals(cells), "reference": cells.get("reference")}
+    head, cells = slices_of(files)
+    result = {**head, "total": totals(cells), "reference": cells.get("reference")}
     out.write_text(json.dumps(result, indent=1) + "\n")
     return _told(result["total"], cells.get("reference"))
 
@@ -552,7 +548,7 @@ def main(argv: list[str] | None = None) -> int:
         # A file of before EAGER was held to transformers has a reference without that.
         if options.part != "bits" and "eager_over_theirs" not in results.cells.get("reference", ()):
             size = {"num": 4, "prompt": 24, "new": 12} if options.tiny else {"num": 12, "prompt": 256, "new": 32}
-            results.put("reference", reference(bench, **size, schedules=3))
+            results.put("reference", {**reference(bench, **size, schedules=3), "commit": options.commit})
             print(results.cells["reference"], flush=True)
         if options.part != "reference":
             with frozen_heap():

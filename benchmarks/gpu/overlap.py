@@ -43,6 +43,7 @@ from benchmarks.gpu.common import (
     one_kv,
     opened,
     random_shape,
+    slices_of,
     steps_by_commit,
     with_tokens,
 )
@@ -236,14 +237,8 @@ def totals(cells: dict[str, Any]) -> dict[str, Any]:
 
 def merge(files: list[Path], out: Path) -> int:
     """One result of several slices."""
-    data = [json.loads(file.read_text()) for file in files]
-    cells: dict[str, Any] = {}
-    for each in data:
-        if (each["model"], each["device"]) != (data[0]["model"], data[0]["device"]):
-            sys.exit(f"slices differ: {each['model']} on {each['device']}, {data[0]['model']} on {data[0]['device']}")
-        cells |= each["cells"]
-    head = {name: value for name, value in data[0].items() if name not in ("cells", "total")}
-    out.write_text(json.dumps({**head, "slices": len(files), "total": totals(cells)}, indent=1) + "\n")
+    head, cells = slices_of(files)
+    out.write_text(json.dumps({**head, "total": totals(cells)}, indent=1) + "\n")
     print(json.dumps(totals(cells)))
     return 1 if totals(cells)["differences"] else 0
 

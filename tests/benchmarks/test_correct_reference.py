@@ -27,6 +27,7 @@ def test_broken_attention_is_seen(
     out = tmp_path / "out.json"
     broken = break_after_loading(monkeypatch, how)
     given = ["--config", str(tmp_path), "--device", "cpu", "--tiny", "--out", str(out), "--part", "reference"]
+    given += ["--commit", "now"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -36,6 +37,7 @@ def test_broken_attention_is_seen(
     assert broken == ["plain"]
     found = json.loads(out.read_text())["cells"]["reference"]
     over = correct.over_limits(found)
+    assert found["commit"] == "now"
     assert found["ratio"] <= 2, "the modes are as EAGER is"
     if how == "intact":
         assert (code, over, found["beyond_margin"]) == (0, [], 0)

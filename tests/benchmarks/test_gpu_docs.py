@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 
-from benchmarks.gpu import overhead, padded, soak
+from benchmarks.gpu import correct, overhead, padded, soak
 from benchmarks.gpu import regret as measured_regret
 from benchmarks.gpu.regret import at_once
 from kpolicy.ladders import decode_sizes
@@ -1458,27 +1458,56 @@ def total(name: str) -> dict[str, Any]:
     return found
 
 
+def rows_against_float32() -> dict[str, dict[str, Any]]:
+    """The references of today's kernels, by the model's name."""
+    files = {"qwen05b": "", "llama1b": "", "llama8b": "-latest", "dsv2lite": "-latest"}
+    return {NOW[model]: read(f"correct-{model}{kind}")["reference"] for model, kind in files.items()}
+
+
+def spread_of(figures: Collection[float]) -> str:
+    """The least and the most, to two places."""
+    return f"{min(figures):.2f} to {max(figures):.2f}"
+
+
 def test_the_guide_says_of_what_code_its_figures_are() -> None:
     """With the steps that its runs had, those with fewer than wanted in bold, and the commit of each."""
-    overlap, soak = total("overlap"), total("soak")
+    overlap, soaked = total("overlap"), total("soak")
     assert in_short("halves beside each other") == f"no bit differs, {overlap['steps']:,} steps"
-    small, large = (
-        [total(f"correct-{model}") for model in models] for models in (("qwen05b", "llama1b"), ("llama8b", "dsv2lite"))
+    small, latest, large = (
+        [total(f"correct-{name}") for name in names]
+        for names in (("qwen05b", "llama1b"), ("llama8b-latest", "dsv2lite-latest"), ("llama8b", "dsv2lite"))
     )
-    assert in_short("random steps in every mode") == f"no bit differs, {small[0]['steps']:,} steps each"
     assert {each["steps"] for each in (*small, *large)} == {10_000}
-    assert in_short("random steps, DeepSeek-V2-Lite") == f"no bit differs, {large[1]['steps']:,} steps"
-    assert not any(each["differences"] for each in (overlap, *small, *large))
-    commits = [each["steps_by_commit"] for each in (overlap, *small)]
-    assert commits == [{"0eca2eb": each["steps"]} for each in (overlap, *small)]
-    assert soak["memory_flat"]
-    assert not soak["problems"]
-    assert in_short("memory over a server's life") == f"flat over {soak['cycles']} cycles, {soak['steps']:,} steps"
+    assert in_short("random steps in every mode") == f"no bit differs, {small[0]['steps']:,} steps each"
+    eight, lite = (each["steps"] for each in latest)
+    assert max(eight, lite) < 10_000
+    assert in_short("random steps, Llama-3.1-8B and DeepSeek-V2-Lite") == (
+        f"no bit differs, **{eight:,}** and **{lite:,}** steps; with older decode kernels {large[0]['steps']:,} each"
+    )
+    assert not any(each["differences"] for each in (overlap, *small, *latest, *large))
+    assert overlap["steps_by_commit"] == {"0eca2eb": overlap["steps"]}
+    assert all(each["steps_by_commit"] == {"9f1a3154": each["steps"]} for each in (*small, *latest))
+    errors = rows_against_float32().values()
+    told = spread_of([each["eager_over_theirs"] for each in errors])
+    assert in_short("EAGER's errors against float32") == f"{told}, no token beyond the margin"
+    told = spread_of([each["ratio"] for each in errors])
+    assert in_short("the modes' errors over EAGER's") == f"{told}, no token beyond the margin"
+    assert soaked["memory_flat"]
+    assert not soaked["problems"]
+    per_cycle = soaked["growth_bytes_after_warming_up"]["process"] / (soaked["cycles"] - soak.WARM - 1) / 2**20
+    assert in_short("memory over a server's life") == (
+        f"flat over {soaked['cycles']} cycles, {soaked['steps']:,} steps; the process's grows by {per_cycle:.1f} MiB a "
+        "cycle"
+    )
     words = " ".join(GUIDE.split())
     before = large[0], total("raw/correct_dsv2lite_second")
     assert all(list(each["steps_by_commit"]) == ["a93eb61", "b0e1207", "8cb4544"] for each in before)
     assert [*large[1]["steps_by_commit"]] == ["dedba98", "c627e2b"]
-    assert "Llama-3.1-8B's steps of a93eb61, b0e1207 and 8cb4544, DeepSeek-V2-Lite's of dedba98 and c627e2b" in words
+    assert (
+        "Of 9f1a315, with all of today's kernels, are random steps, errors against float32 and memory over a server's "
+        f"life. {large[0]['steps']:,} steps of the two larger models are older: Llama-3.1-8B's of a93eb61, b0e1207 and "
+        "8cb4544, DeepSeek-V2-Lite's of dedba98 and c627e2b."
+    ) in words
     waiting = total("overlap_spread")
     assert in_short("the same, decode steps waiting") == f"no bit differs, {waiting['steps']:,} steps"
     assert waiting["steps"] == overlap["steps"]
@@ -1512,8 +1541,8 @@ def test_the_guide_says_of_what_code_its_figures_are() -> None:
     assert f"{told} alone on one for 29 s at c627e2b" in page
     assert read("correct-dsv2lite")["slices"] == 2
     assert f"took {waiting['beside_over_in_turn']:.2f} of the time that they take in turn" in page
-    rows = "All rows but DeepSeek-V2-Lite's, and Llama-3.1-8B's of throughput, are of the kernels of 0eca2eb"
-    assert f"{rows}, with which all of `tests/gpu` passes" in words
+    rows = "All rows but DeepSeek-V2-Lite's, Llama-3.1-8B's of throughput and those of 9f1a315 are of the kernels of"
+    assert f"{rows} 0eca2eb, with which all of `tests/gpu` passes" in words
 
 
 def tokens_that_differ(*references: dict[str, Any]) -> str:
@@ -1524,38 +1553,180 @@ def tokens_that_differ(*references: dict[str, Any]) -> str:
 
 
 def test_correctness_is_told_as_its_results_have_it() -> None:
-    """Steps and rows of each model, and what a server's life had in it."""
+    """Steps of each model, of today's kernels and of older ones, with what was wanted and the commit."""
     words = " ".join("\n".join(DOC).split())
-    for name in ("qwen05b", "llama1b", "llama8b", "dsv2lite"):
+    for name in ("qwen05b", "llama1b", "llama8b-latest", "dsv2lite-latest", "llama8b", "dsv2lite"):
         (line,) = [line for line in DOC if f"`correct-{name}.json`" in line and line.startswith("|")]
-        assert line.split("|")[2].strip() == f"{total(f'correct-{name}')['steps']:,} (10,000)"
-    both = [read(f"correct-{name}")["reference"] for name in ("qwen05b", "llama1b")]
-    rows = " and ".join(f"{each['rows_modes']:,}" for each in both)
-    ratios = " and ".join(f"{each['ratio']:.2f}" for each in both)
-    assert f"| {rows} rows | {ratios}; {tokens_that_differ(*both)}, none beyond the margin |" in words
+        found = total(f"correct-{name}")
+        bold = "**" * (found["steps"] < 10_000)
+        assert line.split("|")[2].strip() == f"{bold}{found['steps']:,}{bold} (10,000)"
+        assert line.split("|")[3].strip() == "no bit differs, no KV of other rows changed"
+        assert not found["differences"]
+        assert not read(f"correct-{name}")["failed"]
+        commits = [*found["steps_by_commit"]]
+        if commits == ["9f1a3154"]:
+            assert "older decode kernels" not in line
+            assert read(f"correct-{name}")["date"] == "2026-11-30"
+        else:
+            told = f"{', '.join(commits[:-1])} and {commits[-1]}"
+            assert f"older decode kernels, {NOW[name]} (`correct-{name}.json`), {told} |" in line
+            assert f"{NOW[name]} ({told})" in words
+    eight, lite = (total(f"correct-{name}-latest")["steps"] for name in ("llama8b", "dsv2lite"))
+    assert (
+        f"Of the 10,000 steps wanted there was time for {eight:,} of Llama-3.1-8B and {lite:,} of DeepSeek-V2-Lite."
+    ) in words
+    lacking = f"10,000 random steps of the larger models (Llama-3.1-8B has {eight:,}, DeepSeek-V2-Lite {lite:,})"
+    assert lacking in words
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f", {eight:,} of Llama-3.1-8B and {lite:,} of DeepSeek-V2-Lite have EAGER's bits" in changes
+
+
+def test_errors_against_float32_are_told_as_their_results_have_them() -> None:
+    """Of all four models by today's kernels: EAGER over transformers, the modes over EAGER, tokens, the margin."""
+    words = " ".join("\n".join(DOC).split())
+    found = rows_against_float32()
+    start = next(i for i, line in enumerate(DOC) if line.startswith("| | EAGER over transformers in bfloat16")) + 2
+    assert not DOC[start + len(found)].startswith("|")
+    for line, (model, each) in zip(DOC[start : start + len(found)], found.items(), strict=True):
+        tokens = each["tokens_that_differ"]
+        assert [cell.strip() for cell in line.split("|")[1:-1]] == [
+            model,
+            f"{each['eager_p999']:.4f} / {each['theirs_p999']:.4f}, {each['eager_over_theirs']:.2f}",
+            f"{each['eager_median_over_theirs']:.2f}",
+            f"{each['modes_p999']:.4f} / {each['eager_p999']:.4f}, {each['ratio']:.2f}",
+            f"{tokens['theirs']}, {tokens['eager']} of {each['rows_eager']:,}",
+            f"{tokens['modes']:,} of {each['rows_modes']:,}",
+            f"{each['margin']:.2f}",
+        ]
+        assert correct.over_limits(each) == []
+        assert each["limit"] == 2
+        assert each["sequences"] == 12
+        assert each["theirs"] == "the same forward in bfloat16"
+        assert each["beyond_margin_of"] == {"eager": 0, "modes": 0}
+        assert each["margin"] == 2 * each["theirs_largest_logit_error"]
+    for name in ("qwen05b", "llama1b", "llama8b-latest", "dsv2lite-latest"):
+        (command,) = [each for each in read(f"correct-{name}")["commands"] if "--part reference" in each]
+        assert "--commit 9f1a3154" in command
+    over, median, modes = (
+        spread_of([each[name] for each in found.values()])
+        for name in ("eager_over_theirs", "eager_median_over_theirs", "ratio")
+    )
+    assert f"its errors are {over} of that one's at p99.9 and {median} in the median" in words
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"are {over} of that one's at p99.9, the modes' {modes} of EAGER's, and no token is beyond" in changes
+    *dense, lite = (each["margin"] for each in found.values())
+    assert f"DeepSeek-V2-Lite's margin is {lite / max(dense):.1f} to {lite / min(dense):.1f} times the others'" in words
+
+
+def test_what_float32_says_nothing_of_is_told() -> None:
+    """Texts are short, so that EAGER's rows are shared out as before 95234a3: its errors are those of before."""
+    words = " ".join("\n".join(DOC).split())
+    script = (ROOT / "benchmarks" / "gpu" / "correct.py").read_text(encoding="utf-8")
+    assert '{"num": 12, "prompt": 256, "new": 32}' in script
+    assert f"at most twelve, over at most {256 + 32} tokens." in words
+    assert f"decode rows of more than {256 + 32} tokens against float32." in words
+    earlier = {"Qwen2.5-0.5B": "raw/correct_qwen05b_second", "Llama-3.2-1B": "raw/correct_llama1b_second",
+               "Llama-3.1-8B": "correct-llama8b"}  # fmt: skip
+    for model, name in earlier.items():
+        now, before = rows_against_float32()[model], read(name)["reference"]
+        for figure in ("rows_eager", "eager_p999", "eager_median", "eager_largest_logit_error"):
+            assert now[figure] == before[figure]
+        assert now["tokens_that_differ"]["eager"] == before["tokens_that_differ"]["eager"]
+    assert "EAGER's errors on the three dense models are to the last digit those of 0eca2eb and bf80fd9" in words
+
+
+def test_earlier_references_are_told_as_their_results_have_them() -> None:
+    """Those in which nothing held EAGER to another's attention, and DeepSeek-V2-Lite's first."""
+    words = " ".join("\n".join(DOC).split())
+    both = [read(f"raw/correct_{name}_second") for name in ("qwen05b", "llama1b")]
+    assert all(each["total"]["steps_by_commit"] == {"0eca2eb": 10_000} for each in both)
+    assert not any(each["total"]["differences"] for each in both)
+    small = [each["reference"] for each in both]
+    rows, ratios = (
+        " and ".join(each) for each in zip(*((f"{x['rows_modes']:,}", f"{x['ratio']:.2f}") for x in small), strict=True)
+    )
+    assert (
+        "At 0eca2eb, 2026-11-23: 10,000 random steps of Qwen2.5-0.5B and 10,000 of Llama-3.2-1B "
+        "(`raw/correct_qwen05b_second.json`, `raw/correct_llama1b_second.json`). Against float32 "
+        f"{ratios} over {rows} rows; {tokens_that_differ(*small)}."
+    ) in words
     large = read("correct-llama8b")["reference"]
-    told = f"{large['ratio']:.2f}; {tokens_that_differ(large)}, none beyond the margin"
-    assert f"| the same, Llama-3.1-8B, bf80fd9 | {large['rows_modes']:,} rows | {told} |" in words
-    assert large["commit"] == "bf80fd9"
+    assert large == {**read("raw/correct_llama8b_first")["reference"], "commit": "bf80fd9"}
+    told = f"{large['ratio']:.2f} over {large['rows_modes']:,} rows; {tokens_that_differ(large)}."
+    assert f"(`raw/correct_llama8b_first.json`, and in `correct-llama8b.json`): {told}" in words
+    assert not any(each["beyond_margin"] or "eager_over_theirs" in each for each in (*small, large))
     assert read("correct-dsv2lite")["reference"] is None
     held = read("raw/correct_dsv2lite_second")["reference"]
     assert held["commit"] == "a93eb61"
-    told = (
-        f"{held['ratio']:.2f}, EAGER over transformers {held['eager_over_theirs']:.2f}; {tokens_that_differ(held)} and "
-        f"transformers' {held['tokens_that_differ']['theirs']}, none beyond the margin"
-    )
-    assert f"in bfloat16 | {held['rows_modes']:,} rows | {told} |" in words
-    assert max(held["ratio"], held["eager_over_theirs"], held["eager_median_over_theirs"]) < held["limit"]
-    assert not held["beyond_margin"]
-    assert not any(each["beyond_margin"] for each in (*both, large))
-    soak = total("soak")
-    events = soak["events"]
     assert (
-        f"{soak['cycles']} cycles have {events['captured']:,} captures, {events['release']} releases of all graphs, "
+        f"The modes' errors at p99.9 are {held['ratio']:.2f} of EAGER's over {held['rows_modes']:,} rows, EAGER's "
+        f"{held['eager_over_theirs']:.2f} of transformers'; {tokens_that_differ(held)} and transformers' "
+        f"{held['tokens_that_differ']['theirs']}, none beyond the margin."
+    ) in words
+    assert correct.over_limits(held) == []
+
+
+def in_mib(held: int) -> str:
+    return f"{held / 2**20:,.0f}"
+
+
+def test_what_the_soak_went_through_is_told() -> None:
+    """What a server's life had in it, and that it is what the benchmark makes of its cycles."""
+    words = " ".join("\n".join(DOC).split())
+    soaked = total("soak")
+    assert soak.summary(read("soak")["cells"], alone=False) == soaked
+    events = soaked["events"]
+    assert (
+        f"{soaked['cycles']} cycles have {events['captured']:,} captures, {events['release']} releases of all graphs, "
         f"{events['capture_out_of_memory']} captures that ran out of memory, {events['replay_fails']} replays that "
         f"were made to fail, {events['cancelled']} cancelled requests and {events['served']:,} served"
     ) in words
-    assert f"| {soak['steps']:,}, {soak['cycles']} cycles, {soak['seconds']:.0f} s |" in words
+    assert f"| {soaked['steps']:,}, {soaked['cycles']} cycles, {soaked['seconds']:.0f} s |" in words
+    assert not soaked["problems"]
+    assert read("soak")["date"] == "2026-11-30"
+    minutes = {round(total(name)["seconds"] / 60) for name in ("soak", "raw/soak_third")}
+    assert minutes == {8}
+    assert "The soak has run for eight minutes at most, in one process" in words
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"The soak is flat by its rule over {soaked['cycles']} cycles; the process's memory grows by 0.6" in changes
+
+
+def test_what_the_soak_holds_is_told() -> None:
+    """In each cycle that its memory rose, beside the rule, and what the run before it found."""
+    words = " ".join("\n".join(DOC).split())
+    grown = total("soak")["growth_bytes_after_warming_up"]
+    assert grown["torch"] == 0
+    assert (
+        "from the end of the eighth cycle, the first after each policy had a turn, to the last torch's memory doesn't "
+        f"grow, the process's by {in_mib(grown['process'])} MiB of {in_mib(soak.SLACK_BYTES)} allowed |"
+    ) in words
+    held = [cell["memory"] for cell in read("soak")["cells"].values()]
+    torch_held = [in_mib(each["torch"]) for each in held]
+    first, fourth, eighth = (torch_held[at - 1] for at in (1, 4, 8))
+    assert soak.WARM + 1 == 8
+    assert torch_held[3:7] == [fourth] * 4
+    assert torch_held[7:] == [eighth] * (len(held) - 7)
+    over = held[-1]["torch"] - held[6]["torch"]
+    assert over > soak.SLACK_BYTES
+    process = [each["process"] for each in held]
+    after = len(held) - 8
+    assert (
+        f"torch {first} MiB after the first cycle, {fourth} after the fourth, and {eighth} from the eighth to the "
+        f"last, so that from the seventh cycle's end on it grows by {in_mib(over)} MiB, more than the "
+        f"{in_mib(soak.SLACK_BYTES)}. The process holds {in_mib(process[0])} MiB after the first, {in_mib(process[7])} "
+        f"after the eighth and {in_mib(process[-1])} after the last, {grown['process'] / after / 2**20:.1f} a cycle "
+        f"over the last {after}."
+    ) in words
+    third = total("raw/soak_third")
+    assert soak.summary(read("raw/soak_third")["cells"], alone=False) == third
+    assert third["memory_flat"]
+    before, cycles = third["growth_bytes_after_warming_up"], third["cycles"] - 8
+    assert before["torch"] == 0
+    assert (
+        f"(`raw/soak_third.json`, {third['steps']:,} steps, {third['cycles']} cycles, {third['seconds']:.0f} s), is "
+        f"flat by the same rule: torch's memory doesn't grow, the process's by {in_mib(before['process'])} MiB in "
+        f"{cycles} cycles, {before['process'] / cycles / 2**20:.1f} a cycle."
+    ) in words
 
 
 def test_the_load_that_got_worse_is_told() -> None:

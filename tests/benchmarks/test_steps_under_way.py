@@ -200,6 +200,28 @@ def test_each_block_notes_its_commit(benchmark: Any, arguments: list[str], tmp_p
     assert json.loads(out.read_text())["total"]["steps_by_commit"] == {"before": 3, "now": 2, "unstated": 3}
 
 
+@pytest.mark.parametrize("benchmark", [correct, overlap])
+def test_slices_that_are_added_up_keep_every_command(benchmark: Any, tmp_path: Path) -> None:
+    """Those of a slice that went on too, each once; one command alone stays by itself."""
+    head = {"model": "a", "device": "d", "cells": {}}
+    slices: list[dict[str, Any]] = [
+        {"command": "two", "commands": ["one", "two"]},
+        {"command": "three"},
+        {"command": "two"},
+    ]
+    files = [tmp_path / f"{i}.json" for i in range(len(slices))]
+    for file, commands in zip(files, slices, strict=True):
+        file.write_text(json.dumps({**head, **commands}))
+    out = tmp_path / "out.json"
+    assert benchmark.merge(files, out) == 0
+    merged = json.loads(out.read_text())
+    assert (merged["command"], merged["commands"], merged["slices"]) == ("two", ["one", "two", "three"], 3)
+    assert benchmark.merge([files[1], files[1]], out) == 0
+    merged = json.loads(out.read_text())
+    assert merged["command"] == "three"
+    assert "commands" not in merged
+
+
 def test_one_kv() -> None:
     """Layers' caches become parts of one tensor a shape, with what was in them."""
 
