@@ -258,6 +258,10 @@ def test_whose_rows_are_of_other_runs_is_told() -> None:
         "fixed policies but `full_and_piecewise` on the three larger models, other than on DeepSeek-V2-Lite's code "
         f"trace; `{PACED}` on any other load; five rounds, as were wanted, of any other load."
     ) in WORDS
+    table_of_benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    (row,) = [line for line in table_of_benchmarks.splitlines() if line.startswith("| `gpu.end_to_end` |")]
+    assert f"what do shorter steps give and cost (`{PACED}`)? |" in row
+    assert "for each load: no more than by `full_and_piecewise`, but for gaps at p99 by shorter steps, see" in row
 
 
 def test_what_shorter_steps_are_is_told() -> None:
