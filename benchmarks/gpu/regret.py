@@ -226,8 +226,8 @@ def others(shared: dict[str, Any], ladder: Sequence[int] | None = None) -> dict[
     }
 
 
-def numbers_of(shape: dict[str, Any]) -> Any:
-    """The step's counts."""
+def batch_of(shape: dict[str, Any]) -> Any:
+    """The step as a `BatchShape`."""
     from kpolicy.shapes import BatchShape
 
     decodes, chunks = shape["decodes"], [tuple(each) for each in shape["chunks"]]
@@ -236,7 +236,12 @@ def numbers_of(shape: dict[str, Any]) -> Any:
         decode_kv_tokens=sum(decodes) if decodes else None,
         max_kv_len=max([*decodes, *(new + context for new, context in chunks)]),
         max_decode_steps=shape["steps"] if decodes and chunks else 1,
-    ).numbers  # fmt: skip
+    )  # fmt: skip
+
+
+def numbers_of(shape: dict[str, Any]) -> Any:
+    """The step's counts."""
+    return batch_of(shape).numbers
 
 
 def inputs_of(shape: dict[str, Any], model: Any, *, decodes_only: bool = False) -> Any:

@@ -1330,8 +1330,8 @@ def test_throughput_is_told_in_short() -> None:
     ) in guide
     assert "its rows of 7c76117, dedba98, 43ebfb8 and 9f1a315 have" in guide
     assert (
-        "of these rows Llama-3.1-8B's of throughput have it, and DeepSeek-V2-Lite's of the code trace with what "
-        "d32f9e4 changed."
+        "of these rows Llama-3.1-8B's of throughput have it, and DeepSeek-V2-Lite's of the code trace and of choices "
+        "with what d32f9e4 changed."
     ) in guide
     shares = [over_another(*load, "auto", "full_and_piecewise", "tokens_per_s")[0] for load in LOADS]
     assert in_short("throughput against `full_and_piecewise`") == f"{min(shares):.3f} to {max(shares):.3f}"

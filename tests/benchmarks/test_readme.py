@@ -262,8 +262,8 @@ def test_how_far_auto_is_from_the_best() -> None:
 
     assert (
         f"at most {most('qwen05b')} with Qwen2.5-0.5B's shape, {most('llama1b')} with Llama-3.2-1B's, "
-        f"{most('llama8b')} with Llama-3.1-8B's and {most('dsv2lite')} with DeepSeek-V2-Lite's; no policy was better "
-        "on any load of any model."
+        f"{most('llama8b')} with Llama-3.1-8B's and {most('dsv2lite')} with DeepSeek-V2-Lite's; no fixed policy or "
+        "replica was better on any load of any model."
     ) in WORDS
     every = read("h200/regret.json")
     assert not any(row["better_than_auto"] and not row["policy"].startswith("auto") for row in every)
@@ -273,22 +273,32 @@ def test_how_far_auto_is_from_the_best() -> None:
         f"up to {of_steps:.1%}. Of gaps, by `auto` for latency, within 10% on 23 of them, and {of_gaps:.1%} on DeepSeek"
     )
     assert f"within 10% on all 24 loads, {told}-V2-Lite's code trace" in WORDS
-    (plain,) = [
-        row for row in every
-        if (row["policy"], row["objective"], row["model"], row["trace"]) == ("auto", "gap_us", "dsv2lite", "mooncake")
-    ]  # fmt: skip
-    mean, most_of = plain["mean_regret"], plain["p99_regret"]
-    assert f"plain `auto`'s gaps are also {mean:.1%} off in the mean of its Mooncake and {most_of:.1%} at p99" in WORDS
+    plain = {
+        row["trace"]: [100 * row[figure] for figure in ("mean_regret", "p99_regret")] for row in every
+        if (row["policy"], row["objective"], row["model"]) == ("auto", "gap_us", "dsv2lite")
+        and row["mean_regret"] > 0.02
+    }  # fmt: skip
+    (code, code_most), (mooncake, mooncake_most) = plain.values()
+    assert list(plain) == ["code", "mooncake"]
+    assert (
+        f"plain `auto`'s gaps are {code:.1f}% off in the mean there and {code_most:.1f}% at p99, and {mooncake:.1f} "
+        f"and {mooncake_most:.1f}% on its Mooncake."
+    ) in WORDS
     assert len([row for row in gaps if row["p99_regret"] > 0.1]) == 1
-    late = {model: max(row["late"] for row in rows if row["model"] == model)
+    assert {row["first_token_limit"] for row in rows if row["model"] == "dsv2lite"} == {1.0}
+    assert {row["first_token_limit"] for row in rows if row["model"] != "dsv2lite"} == {1.25}
+    late = {model: max(row["late"] for row in (*rows, *gaps) if row["model"] == model
+                       and row["first_token_limit"] == 1.25)
             for model in ("qwen05b", "llama1b", "dsv2lite")}  # fmt: skip
     first, second, last = late.values()
     assert (
-        f"in up to {first:.1%} of a load's steps of the first, {last:.1%} of the last, and {second:.1%} of the second "
-        "(its mean"
+        f"in up to {first:.1%} of a load's steps of the first, {last:.1%} of the last (by `auto` for latency), and "
+        f"{second:.1%} of the second (its mean"
     ) in WORDS
-    assert second == max(row["late"] for row in (*rows, *gaps))
-    assert f"in up to {second:.1%} of a load's steps; today's decode kernels ([GPU]" in WORDS
+    assert second == max(row["late"] for row in (*rows, *gaps) if row["first_token_limit"] == 1.25)
+    assert (
+        f"in up to {second:.1%} of a load's steps; today's decode kernels but for DeepSeek-V2-Lite's ([GPU]"
+    ) in WORDS
 
 
 def test_steps_that_were_compared_with_eager() -> None:

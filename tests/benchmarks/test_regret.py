@@ -135,7 +135,7 @@ def share_longer(at: dict[str, Any], load: str, policy: str) -> float:
 
 
 def test_what_todays_bound_would_have_given_is_on_the_page() -> None:
-    """The four models' cells of 2026-11-28, with 1.25 for both objectives, picked and scored by today's defaults."""
+    """Three models' cells of 2026-11-28, with 1.25 for both, by today's defaults; one's of 2026-11-30 as measured."""
     said = (RAW.parents[3] / "docs/measured_gpu.md").read_text()
     shapes = json.loads((RAW / "regret_shapes.json").read_text())
     own = regret.limits_given("own")
@@ -144,10 +144,12 @@ def test_what_todays_bound_would_have_given_is_on_the_page() -> None:
     rows, changed, gaps, most = [], 0, [], []
     latency: dict[tuple[str, str, float], float] = {}
     for model in ("qwen05b", "dsv2lite", "llama1b", "llama8b"):
-        at = of_model(model)
-        assert regret.limits_of(at) == {"step_us": 1.25, "gap_us": 1.25}
-        was, now = (regret.repicked(at, shapes[model], limits=each) for each in (None, own))
+        at, before = of_model(model), {"step_us": 1.25, "gap_us": 1.25}
+        assert regret.limits_of(at) == (own if model == "dsv2lite" else before)
+        was, now = (regret.repicked(at, shapes[model], limits=each) for each in (before, own))
         assert (was[1], now[1]) == (0, 0), "every pick was measured"
+        if model == "dsv2lite":
+            assert now[0]["cells"] == at["cells"], "picks are the run's own"
         cells = now[0]["cells"]
         pairs = [(was[0]["cells"][key]["picks"], cells[key]["picks"]) for key in cells]
         assert all(before["auto latency"] == after["auto latency"] for before, after in pairs)
@@ -177,6 +179,7 @@ def test_what_todays_bound_would_have_given_is_on_the_page() -> None:
         "mean", "p99 of the shapes", "`late`: steps whose pick isn't the shortest way",
         "steps whose pick takes over 2% longer than it", "picks other than 1.25 gives by the same tables, of 240",
     )  # fmt: skip
+    assert "| Qwen2.5-0.5B | DeepSeek-V2-Lite, measured so | Llama-3.2-1B | Llama-3.1-8B |" in said
     for head, *each in zip(heads, *columns, strict=True):
         assert f"| {head} | {' | '.join(each)} |" in said
     plain = [row for row in rows if (row["objective"], row["policy"]) == ("step_us", "auto")]
@@ -190,10 +193,18 @@ def test_what_todays_bound_would_have_given_is_on_the_page() -> None:
     assert {(row["policy"], row["objective"]) for row in beyond} == {("auto latency", "step_us")}
     by = [-row["over_auto"] for row in beyond]
     late = [latency[row["model"], row["trace"], row["rate"]] for row in beyond]
-    assert len(beyond) == 9
+    assert len(beyond) == 10
     assert (
-        f"better than plain `auto` on nine loads, by {100 * min(by):.1f} to {max(by):.1%}**: its bound is 1.25, and "
+        f"better than plain `auto` on ten loads, by {100 * min(by):.1f} to {max(by):.1%}**: its bound is 1.25, and "
         f"{100 * min(late):.1f} to {max(late):.1%} of these loads' steps take over 2% longer than the shortest way."
+    ) in said
+    (mixture,) = [row for row in beyond if row["model"] == "dsv2lite"]
+    share = latency["dsv2lite", mixture["trace"], mixture["rate"]]
+    assert (mixture["trace"], mixture["rate"]) == ("code", 1.0)
+    assert (
+        f"One is DeepSeek-V2-Lite's code trace, as measured: {-mixture['over_auto']:.2%} "
+        f"({-100 * mixture['over_auto_high']:.2f} to {-mixture['over_auto_low']:.2%}), where {share:.1%} of the steps "
+        "are so long."
     ) in said
     assert (
         f"All {changed} picks that changed had several decode steps beside a prompt; none has now. Over the oracle of "
@@ -204,6 +215,73 @@ def test_what_todays_bound_would_have_given_is_on_the_page() -> None:
     mean, high = (max(row[figure] for row in plain) for figure in ("mean_regret", "p99_regret"))
     guide = (RAW.parents[3] / "docs/gpu.md").read_text()
     assert f"steps have a mean of at most {mean:.1%} and a p99 of at most {high:.1%}, and plain" in guide
+
+
+def test_what_is_late_by_todays_bound_is_on_the_page() -> None:
+    """DeepSeek-V2-Lite's, as measured: which sizes of PIECEWISE were taken and how much shorter others were."""
+    said = (RAW.parents[3] / "docs/measured_gpu.md").read_text()
+    at, before = of_model("dsv2lite"), of_model("dsv2lite_fifth")
+    found: list[tuple[str, float, float, int]] = []
+    for key, cell in at["cells"].items():
+        pick = cell["picks"]["auto"]
+        if pick in regret._scores(cell, "step_us", 1.0).late:
+            us = {name: statistics.median(each["us"]) for name, each in cell["cells"].items()}
+            best = min(us, key=us.__getitem__)
+            assert all(name.startswith("piecewise all:PIECEWISE ") for name in (pick, best))
+            cheaper = 1 - cell["cells"][pick]["expected"][0] / cell["cells"][best]["expected"][0]
+            found.append((key, us[pick] / us[best] - 1, cheaper, sum(cell["tokens"][:2])))
+    longer = [each[1] for each in found]
+    one = "piecewise all:PIECEWISE 288t:@0x1"
+    large = [each for each in found if at["cells"][each[0]]["picks"]["auto"] == one]
+    assert all(before["cells"][each[0]]["picks"]["auto"] == one for each in large)
+    assert (len(found), len(large)) == (10, 4)
+    times, tables, tokens = ([each[figure] for each in large] for figure in (1, 2, 3))
+    assert (
+        "**DeepSeek-V2-Lite's `late` is of ten shapes**, where the pick is PIECEWISE and another size of PIECEWISE was "
+        f"the shortest, by all samples: the pick took {100 * min(longer):.2f} to {max(longer):.1%} longer. In four, of "
+        f"{min(tokens)} to {max(tokens)} tokens, it is the graph of 288, which the table has {100 * min(tables):.1f} "
+        f"to {max(tables):.1%} cheaper than the shortest way and which took {100 * min(times):.1f} to "
+        f"{max(times):.1%} longer; by the table of 7c76117 it was the pick there too."
+    ) in said
+
+
+def test_the_run_before_by_todays_bound_is_on_the_page() -> None:
+    """DeepSeek-V2-Lite's cells of 7c76117, and what the worst load loses by decodes in graphs of more rows."""
+    said = (RAW.parents[3] / "docs/measured_gpu.md").read_text()
+    shapes = json.loads((RAW / "regret_shapes.json").read_text())["dsv2lite"]
+    runs = [
+        of_model("dsv2lite"),
+        regret.repicked(of_model("dsv2lite_fifth"), shapes, limits=regret.limits_given("own"))[0],
+    ]
+    loads = dict.fromkeys(key.rpartition("/")[0] for key in runs[0]["cells"])
+    rows = [[row for load in loads for row in regret.summarise(at, load) if (row["policy"], row["objective"]) ==
+             ("auto", "step_us")] for at in runs]  # fmt: skip
+    mean, p99, late = (max(row[figure] for row in rows[1]) for figure in ("mean_regret", "p99_regret", "late"))
+    longer = max(share_longer(runs[1], load, "auto") for load in loads)
+    assert (
+        f"that run's cells had a mean of at most {mean:.1%} and a p99 of {p99:.1%}, `late` up to {late:.1%}, and "
+        f"{longer:.1%} of steps over 2% longer than the shortest way (`raw/regret_dsv2lite_fifth.json`)."
+    ) in said
+    (now, was), worst, graphs = [max(each, key=lambda row: row["mean_regret"]) for each in rows], [], set()
+    assert {(row["trace"], row["rate"]) for row in (now, was)} == {("conversation", 1.0)}
+    for at in runs:
+        some = [cell for key, cell in at["cells"].items() if key.startswith("conversation x1/")]
+        beyond = whole = 0.0
+        for cell, times in zip(some, regret.weights([cell["times"] for cell in some], now["steps"]), strict=True):
+            scores = regret._scores(cell, "step_us", 1.0)
+            pick, rows_there = cell["picks"]["auto"], cell["tokens"][0]
+            whole += times * scores.us[scores.oracle]
+            own = f"full all:FULL {rows_there}t/{rows_there}r q=1:@0x1"
+            if not cell["tokens"][1] and pick != own == scores.oracle == cell["picks"]["tensorrt_llm"]:
+                beyond += times * (scores.us[pick] - scores.us[own])
+                graphs.add(int(pick.removeprefix("full all:FULL ").partition("t/")[0]))
+        worst.append(beyond / whole)
+    *sizes, most = sorted(graphs)
+    assert (
+        f"The worst mean of both is conversation x1's, {now['mean_regret']:.1%} where it was {was['mean_regret']:.1%}: "
+        f"{worst[0]:.1%} ({worst[1]:.1%} then) is lost by decodes in graphs of {', '.join(map(str, sizes))} and {most} "
+        "rows, where TensorRT-LLM's list has one of just their rows, and most of the rest by steps with prompts."
+    ) in said
 
 
 def within(row: dict[str, Any]) -> bool:
