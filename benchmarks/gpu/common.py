@@ -432,14 +432,20 @@ def slices_of(files: list[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(head, cells) of one result of several slices: the head is the first one's, with the commands of all.
 
     Raises:
-        SystemExit: they are of different models or devices.
+        SystemExit: they are of different models, devices or versions.
     """
     data = [json.loads(file.read_text()) for file in files]
     for each in data:
         if (each["model"], each["device"]) != (data[0]["model"], data[0]["device"]):
             sys.exit(f"slices differ: {each['model']} on {each['device']}, {data[0]['model']} on {data[0]['device']}")
+        if (each.get("versions"), each.get("date")) != (data[0].get("versions"), data[0].get("date")):
+            sys.exit(
+                f"slices differ: {each.get('date')} with {each.get('versions')}, {data[0].get('date')} with "
+                f"{data[0].get('versions')}"
+            )
     head = {name: value for name, value in data[0].items() if name not in ("cells", "total")}
-    commands = [command for each in data for command in each.get("commands", [each.get("command")])]
+    given = [each.get("commands", [each.get("command")]) for each in data]
+    commands = [command for each in given for command in each if command]
     if len(set(commands)) > 1:
         head["commands"] = list(dict.fromkeys(commands))
     return {**head, "slices": len(files)}, {name: cell for each in data for name, cell in each["cells"].items()}

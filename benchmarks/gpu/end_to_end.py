@@ -37,7 +37,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +69,17 @@ def requests_of(folder: Path, load: str, model: Any, count: int) -> Any:
     from kpolicy.scheduling.traces import read_trace
 
     return middle(read_trace(folder / FILES[load.partition(" ")[0]]), count, longest=model.max_model_len)
+
+
+def positive(text: str) -> int:
+    """A number of rounds as an option has it.
+
+    Raises:
+        argparse.ArgumentTypeError: it isn't a whole number from 1 up.
+    """
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of rounds; give a whole one from 1 up")
+    return int(text)
 
 
 def load_of(text: str) -> str:
@@ -191,6 +201,9 @@ def collect(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     if twice := sorted(spec for spec, count in Counter(policies).items() if count > 1):
         sys.exit(f"{', '.join(twice)}: given twice. A policy is in --policies or in --also, once.")
     also = {"policies": options.also, "rounds": options.also_rounds if options.also else 0}
+    if results.cells:
+        # A file of before had none, and all of its rounds are whole.
+        results.data.setdefault("also", {"policies": [], "rounds": 0})
     if results.data.setdefault("also", also) != also:
         sys.exit(f"{options.out} has rounds by --also {results.data['also']} and now it is {also}; give another --out.")
     settings = Settings(max_num_reqs=8 if tiny else 256, max_num_tokens=64 if tiny else 2048)
@@ -309,20 +322,22 @@ def summarise(data: dict[str, Any]) -> list[dict[str, Any]]:
 def table(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """All files' rows. Of two runs of a model's load the newer stands alone if it has all that the older one has.
 
-    That is its policies, and as many rounds and requests of each. A run without a date replaces none, and none
-    replaces it.
+    That is its policies, and as many rounds and requests of each. Of two runs of one day the newer is the one whose
+    costs were measured later. A run without a date replaces none, and none replaces it.
     """
     runs = [summarise(data) for data in files]
-    loads: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for row in chain(*runs):
-        loads.setdefault((row["model"], row["load"], row["date"]), []).append(row)
+    when = [_when(data) for data in files]
+    loads: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for i, rows in enumerate(runs):
+        for row in rows:
+            loads.setdefault((row["model"], row["load"], i), []).append(row)
 
-    def replaced(row: dict[str, Any]) -> bool:
-        own = loads[row["model"], row["load"], row["date"]]
+    def replaced(row: dict[str, Any], i: int) -> bool:
+        own = loads[row["model"], row["load"], i]
         return row["date"] != "unstated" and any(
             (model, load) == (row["model"], row["load"])
-            and date != "unstated"
-            and date > row["date"]
+            and when[j][0] != "unstated"
+            and when[j] > when[i]
             and all(
                 any(
                     newer["policy"] == each["policy"]
@@ -331,10 +346,16 @@ def table(files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 )
                 for each in own
             )
-            for (model, load, date), other in loads.items()
+            for (model, load, j), other in loads.items()
         )
 
-    return [row for rows in runs for row in rows if not replaced(row)]
+    return [row for i, rows in enumerate(runs) for row in rows if not replaced(row, i)]
+
+
+def _when(data: dict[str, Any]) -> tuple[str, str]:
+    """(a run's date, when its costs were measured): what tells which of two is the newer one."""
+    measured = re.findall(r"measured (\d{4}-\d\d-\d\dT[\d:+]+)", " ".join(map(str, data.get("costs", {}).values())))
+    return data.get("date", "unstated"), max(measured, default="")
 
 
 def _ratio(mine: float, other: float, up: bool) -> float:
@@ -362,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--loads", nargs="+", type=load_of, default=["code saturated", "conversation saturated"])
     parser.add_argument("--policies", nargs="+", type=policy_of, default=list(POLICIES))
     parser.add_argument("--also", nargs="+", type=policy_of, default=[], help="policies of the first rounds alone")
-    parser.add_argument("--also-rounds", type=int, default=1)
+    parser.add_argument("--also-rounds", type=positive, default=1)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calibrate", type=float, default=8.0, help="seconds to measure costs")

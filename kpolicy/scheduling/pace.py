@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 import attrs
 
 from kpolicy.attention.support import Claims
+from kpolicy.costs import CostTable
 from kpolicy.decision import Decision
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder, CaptureSizes
@@ -32,7 +33,7 @@ from kpolicy.scheduling.line import Line
 from kpolicy.settings import Settings
 from kpolicy.shapes import BatchNumbers
 
-__all__ = ["Deciding", "EnginePace", "Pace", "mixed_numbers", "other_keys", "other_select"]
+__all__ = ["Deciding", "EnginePace", "OtherSelect", "Pace", "mixed_numbers", "other_keys", "other_select"]
 
 _HALVES = 5
 """How often the limit is halved for sizes beside those of graphs"""
@@ -280,34 +281,55 @@ class Deciding(Protocol):
     def context(self) -> PolicyContext: ...
 
 
+class OtherSelect:
+    """`other_select` of a policy, prepared once for each table of costs.
+
+    Graphs that come and go are another Engine's: this policy's are those that it would have captured.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._costs: CostTable | None = None
+        self._select: Callable[..., Decision] | None = None
+
+    def by(self, context: PolicyContext) -> Callable[..., Decision]:
+        """The path by a context's costs.
+
+        Raises:
+            ConfigError: the policy can't have the graphs that it asks for.
+        """
+        select = self._select
+        if select is None or context.costs is not self._costs:
+            select = self._select = other_select(self._policy, context)
+            self._costs = context.costs
+        return select
+
+
 class EnginePace:
     """`Pace` by the graphs and costs that an Engine has now: made anew when either changes.
 
     Args:
         engine: decides the steps.
-        other: the policy whose whole steps prompts may take as long as, over its own default sizes.
+        other: the policy whose whole steps prompts may take as long as, over its own default sizes; queues of one
+            Engine may share what is prepared of it.
 
     Raises:
         ConfigError: the other policy can't have the graphs that it asks for.
     """
 
-    def __init__(self, engine: Deciding, other: Policy) -> None:
-        self._engine, self._other = engine, other
+    def __init__(self, engine: Deciding, other: Policy | OtherSelect) -> None:
+        self._engine = engine
+        self._other = other if isinstance(other, OtherSelect) else OtherSelect(other)
         self._compiled = compiled = engine.compiled
         context = engine.context
-        self._costs = context.costs
-        self._other_select = other_select(other, context)
-        self._pace = Pace(context, compiled.select, self._other_select)
+        self._pace = Pace(context, compiled.select, self._other.by(context))
 
     def prompt_tokens(self, first: object, num_decodes: int, num_prompts: int, line: Callable[[], Line]) -> int:
         """As `Pace.prompt_tokens`."""
         compiled = self._engine.compiled
         if compiled is not self._compiled:
             context, before = self._engine.context, self._pace
-            if context.costs is not self._costs:
-                # Graphs that come and go are this Engine's: the other's are those that it would have captured.
-                self._costs, self._other_select = context.costs, other_select(self._other, context)
-            self._compiled, self._pace = compiled, Pace(context, compiled.select, self._other_select)
+            self._compiled, self._pace = compiled, Pace(context, compiled.select, self._other.by(context))
             self._pace.go_on_from(before)
         return self._pace.prompt_tokens(first, num_decodes, num_prompts, line)
 

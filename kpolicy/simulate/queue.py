@@ -152,7 +152,7 @@ class Queue:
         budget = self.settings.max_num_tokens - num_decodes * self.rows.query_len
         # What was preempted for want of blocks doesn't come back in the same step.
         admit = self.num_preemptions == before
-        if self.pace is not None and num_decodes and self._can_take(admit=admit):
+        if self.pace is not None and num_decodes and budget > 0 and self._can_take(admit=admit):
             budget = min(budget, self._paced(self.pace, num_decodes, budget))
         chunks = self._chunks(budget, admit=admit) if self.prefilling or self.waiting else []
         while not num_decodes and not chunks and len(self.prefilling) > 1:

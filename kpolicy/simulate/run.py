@@ -15,7 +15,7 @@ from kpolicy.errors import ConfigError, RankError, check_kind
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import Policy, get_policy
 from kpolicy.scheduling.gap_tail import GapTail
-from kpolicy.scheduling.pace import EnginePace
+from kpolicy.scheduling.pace import EnginePace, OtherSelect
 from kpolicy.scheduling.traces import Trace, TraceRequest
 from kpolicy.schemas import QueueState, StepEntry
 from kpolicy.served_host import ServedHost
@@ -214,8 +214,9 @@ class _Simulation:
             # Several ranks agree without it.
             self.queues[0].gap_tail = GapTail()
         if server.pace is not None:
+            other = OtherSelect(get_policy(server.pace))
             for queue in self.queues:
-                queue.pace = EnginePace(engine, get_policy(server.pace))
+                queue.pace = EnginePace(engine, other)
         self.on_step, self.on_decodes = on_step, on_decodes
         self.arrivals = in_order(requests)
         self.upcoming: TraceRequest | None = None

@@ -434,3 +434,14 @@ def test_a_cells_own_steps_are_counted_whatever_regime_their_repeats_have() -> N
     own = cells_again(again, {"auto": entries}, profile, own_speed=True)
     assert [cell.regime for cell in own if cell.regime == "host-bound"] == []
     assert (sum(cell.steps for cell in own), sum(cell.again for cell in own)) == (len(entries), ran)
+
+
+def test_a_paced_run_is_refused(tmp_path: Path) -> None:
+    """Its batches went by costs of then; a run without, or from before the setting, is read."""
+    path = tmp_path / "trace.csv"
+    path.write_text("timestamp,input_length,output_length\n0,16,3\n50,30,2\n")
+    setting: dict[str, Any] = SETTING | {"max_model_len": 2000, "rate": 1.0}
+    with pytest.raises(ConfigError, match=r"the run had --pace vllm: .* Give a run without --pace"):
+        fidelity_served.requests_of({"setting": setting | {"pace": "vllm"}}, path, 0.0, 1.0)
+    for more in ({}, {"pace": None}):
+        assert len(fidelity_served.requests_of({"setting": setting | more}, path, 0.0, 1.0)) == 2

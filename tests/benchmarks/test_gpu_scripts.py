@@ -460,6 +460,13 @@ def test_policies_of_end_to_end_are_read() -> None:
             end_to_end.policy_of(text)
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
+def test_rounds_are_counted_from_one(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give a whole one from 1 up"):
+        end_to_end.positive(text)
+    assert end_to_end.positive("3") == 3
+
+
 def test_policies_of_the_first_rounds_alone() -> None:
     """Each round begins with another policy; a round counts without those that it doesn't have."""
     policies = ["auto", "vllm", "eager"]
@@ -590,6 +597,10 @@ def test_a_newer_run_of_a_load_stands_for_an_older_one() -> None:
         assert kept(old, newer) == kept(newer, old) == {("2026-11-29", "burstgpt x1"), ("2026-11-30", "code x1")}
         assert end_to_end.table([newer, old])[: -2 * len(end_to_end.BETTER_UP)] == end_to_end.summarise(newer)
     both = {("2026-11-29", "code x1"), ("2026-11-29", "burstgpt x1")}
+    later = run("2026-11-29", "code x1") | {"costs": {"auto": "measured 2026-11-29T12:00:00+00:00 on a device"}}
+    sooner = run("2026-11-29", "code x1") | {"costs": {"auto": "measured 2026-11-29T09:00:00+00:00 on a device"}}
+    for files in ([sooner, later], [later, sooner]):
+        assert end_to_end.table(files) == end_to_end.summarise(later), "of two runs of one day"
     for other in (
         run("2026-11-30", "code x1", rounds=1), run("2026-11-30", "code x1", model="n"),
         run("2026-11-30", "code x1", served=7),

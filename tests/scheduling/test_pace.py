@@ -339,7 +339,7 @@ def asked_of(found: EnginePace, first: object, line: Line = FULL_LINE) -> int:
     return found.prompt_tokens(first, 10, line.num_prompts + line.waiting, lambda: line)
 
 
-def test_an_engine_s_pace_goes_by_its_costs_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_s_pace_goes_by_its_costs_of_now() -> None:
     """Costs that are taken while it serves change the next answer; a prompt that was divided isn't divided again."""
     engine = Engine("auto", ladder=PIECES, settings=SETTINGS, costs=table(), objective="latency")
     found = EnginePace(engine, get_policy(OTHER))

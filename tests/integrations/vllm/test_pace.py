@@ -211,6 +211,29 @@ def test_costs_of_now_and_the_first_prompt_decide(version: str) -> None:
 
 
 @BOTH
+def test_whoever_is_first_keeps_its_step_until_it_gives_way(version: str) -> None:
+    """Other costs don't divide a prompt anew; another limit does, and so does a preemption, behind which it is new."""
+    with schedulers(version):
+        config = vllm_config(version, asynchronous=False, max_tokens=LIMIT)
+        state = state_of(config, version, SLOW_HOST)
+        scheduler = paced_scheduler(config, state)
+        pacer = scheduler.kpolicy_pacer
+        scheduler.add_request(make_request("a", 10, 80))
+        serve_one(scheduler)
+        scheduler.add_request(make_request("b", 2000, 3))
+        assert pacer._bound() is None
+        state.install_costs(SLOW_EAGER)
+        assert pacer._bound() is None
+        pacer._rows.first.num_preemptions += 1
+        assert pacer._bound() == LARGEST
+        state.install_costs(SLOW_HOST)
+        assert pacer._bound() is None
+        state.install_costs(SLOW_EAGER)
+        scheduler.max_num_scheduled_tokens = LIMIT // 2
+        assert pacer._bound() == LARGEST // 2
+
+
+@BOTH
 def test_the_line_tells_how_much_kv_there_is(version: str) -> None:
     """Each further step reads the decodes' KV again, and a prompt that has begun attends to what is computed of it."""
     with schedulers(version):
