@@ -161,6 +161,13 @@ def test_rows_are_those_of_the_raw_runs() -> None:
     raw = {name: read(f"raw/end_to_end_{name}") for name in (*runs, "qwen05b_conversation")}
     every = [row for data in raw.values() for row in summarise(data)]
     assert read("end_to_end") == table([*raw.values()])
+    assert len(raw) == 7
+    assert (
+        "`end_to_end.json` is made of seven raw files (`--summary`), the six that the next two paragraphs name and "
+        "`raw/end_to_end_qwen05b_conversation.json`; of all of them it would have rows of earlier runs too."
+    ) in WORDS
+    all_of_them = [json.loads(file.read_text()) for file in sorted((RESULTS / "raw").glob("end_to_end_*.json"))]
+    assert len(table(all_of_them)) > len(read("end_to_end"))
     assert read("end_to_end") == [
         row for row in every if (row["model"], row["trace"], row["date"]) != ("dsv2lite", "code", DAY)
     ]
@@ -248,7 +255,7 @@ def test_whose_rows_are_of_other_runs_is_told() -> None:
         "of Qwen2.5-0.5B, Llama-3.2-1B and DeepSeek-V2-Lite's conversation trace with the decode attention of 95234a3 "
         "or d32f9e4, of Llama-3.1-8B with that of d32f9e4, of larger models than the 0.5B by fixed policies but "
         "`full_and_piecewise` with today's kernels, other than DeepSeek-V2-Lite's code trace, of shorter steps "
-        f"(`{PACED}`) on any load but that one,"
+        f"(`{PACED}`) on any load but that one, of shorter steps by the rule since 7d92e5a or by any other policy,"
     ) in WORDS
     for policy in FIXED:
         assert [load for load in LOADS if rounds(*load, policy)] == [*LOADS[:2], ("dsv2lite", "code")]
@@ -256,12 +263,18 @@ def test_whose_rows_are_of_other_runs_is_told() -> None:
     assert [load for load in LOADS if len(rounds(*load, "auto")) >= 5] == [("dsv2lite", "code")]
     assert (
         "fixed policies but `full_and_piecewise` on the three larger models, other than on DeepSeek-V2-Lite's code "
-        f"trace; `{PACED}` on any other load; five rounds, as were wanted, of any other load."
+        f"trace; `{PACED}` on any other load, or by the rule since 7d92e5a; any other policy with shorter steps; five "
+        "rounds, as were wanted, of any other load."
     ) in WORDS
     table_of_benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     (row,) = [line for line in table_of_benchmarks.splitlines() if line.startswith("| `gpu.end_to_end` |")]
     assert f"what do shorter steps give and cost (`{PACED}`)? |" in row
-    assert "for each load: no more than by `full_and_piecewise`, but for gaps at p99 by shorter steps, see" in row
+    shorter = over_another("dsv2lite", "code", PACED, "full_and_piecewise", "gap_p99_us")[0]
+    assert (
+        "of the seven of `h200/raw/end_to_end_*.json` that the page names for it, not of all: no more than by "
+        "`full_and_piecewise`, which wasn't served with shorter steps; by these gaps at p99 are "
+        f"{shorter:.2f} times as short, see"
+    ) in row
 
 
 def test_what_shorter_steps_are_is_told() -> None:
@@ -272,8 +285,15 @@ def test_what_shorter_steps_are_is_told() -> None:
         "costs the prompts in line take so no longer than by vLLM's rule in full steps, less 5%, or by the best way "
         "for them, whichever is longer (`kpolicy run --objective 1:1:1 --pace vllm`, "
         "[how](simulate.md#how-long-a-step-is)). So what graphs gain over vLLM's rule goes into the gaps. It was "
-        "served on DeepSeek-V2-Lite's code trace alone, and no other policy was paced."
+        "served on DeepSeek-V2-Lite's code trace alone, and no other policy was paced. These rounds are by the rule of "
+        "9f1a315; since then (7d92e5a) it keeps what the first prompt has when graphs or costs change and counts a "
+        "preempted request as another, and wasn't served again. Plain `auto` ended the run with a table that had been "
+        "corrected once, the paced one with that of calibration."
     ) in WORDS
+    costs = read("raw/end_to_end_dsv2lite_code")["costs"]
+    assert costs["auto"] == f"{costs[PACED]}, corrected 1"
+    simulate = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
+    assert "The figures of [end to end](measured_gpu.md#end-to-end) have `auto` alone paced." in simulate
     assert PACED_BY == "vllm"
     objective = Objective.parse(PACED.split()[1])
     assert objective.step_weight == objective.gap_weight == objective.first_token_limit == 1
@@ -564,7 +584,8 @@ def test_auto_is_held_against_others() -> None:
     beyond = [with_interval(each) for each in shorter.values()]
     assert (
         f"Shorter steps go beyond that: gaps at p99 of `{PACED}` are {beyond[0]} times as short as the replica of "
-        f"SGLang's and {beyond[1]} times as `full_and_piecewise`'s."
+        f"SGLang's and {beyond[1]} times as `full_and_piecewise`'s. No other policy was served with shorter steps, so "
+        "this is the steps', not `auto`'s choosing."
     ) in WORDS
     for other in shares:
         for figure in BETTER_UP:
@@ -1302,10 +1323,12 @@ def test_throughput_is_told_in_short() -> None:
         f"`full_and_piecewise` {both}, and its median gaps are {medians_of_fixed} times as short as `auto`'s; {was} in "
         "the run before"
     )
+    alone = "no other policy was served with shorter steps, so that what `auto` adds to them isn't known"
     assert in_short(f"the same, `{PACED}`") == (
         f"{shorter['tokens_per_s']}, gaps at p99 {shorter['gap_p99_us']}, first tokens {shorter['ttft_p50_us']} and "
         f"{shorter['ttft_p99_us']} times as early at p50 and p99; over plain `auto` {fewer_still} times the tokens a "
-        f"second, and first tokens {late} times as late at p50"
+        f"second, and first tokens {late} times as late at p50; by the rule of 9f1a315, which was mended since "
+        f"(7d92e5a); {alone}"
     )
     llamas = [times(code[model]["tokens_per_s"], "( to )") for model in ("llama8b", "llama1b")]
     assert in_short("throughput, Llama-3.1-8B and Llama-3.2-1B, code") == " and ".join(llamas)
@@ -1345,8 +1368,9 @@ def test_throughput_is_told_in_short() -> None:
         f"{shorter['gap_p99_us']} by an objective that weighs them, with shorter steps (`{PACED}`) ([GPU]"
     ) in readme
     assert (
-        f"**DeepSeek-V2-Lite**: tokens a second {fewer}, gaps at p99 by round {each}, {was} in the run before; with "
-        f"shorter steps {shorter['tokens_per_s']}, and first tokens {late} times as late as plain `auto`'s; "
+        f"**DeepSeek-V2-Lite**: tokens a second {fewer}, gaps at p99 by round {each}, {was} in the run before, in "
+        "which the replica was quicker and `auto` no slower; with "
+        f"shorter steps {shorter['tokens_per_s']}, and first tokens {late} times as late as plain `auto`'s; {alone}; "
         f"`full_and_piecewise`'s median gaps are {medians_of_fixed} times as short as plain `auto`'s; **Llama"
     ) in readme
     assert f"**Llama-3.1-8B**: {llamas[0]}, median gaps {now} times as short, {then} in the run before |" in readme
@@ -1369,7 +1393,8 @@ def test_throughput_is_told_in_short() -> None:
         f"By an objective that weighs the gap and with shorter steps (`{PACED}`, as `kpolicy run "
         f"--objective 1:1:1 --pace vllm`) gaps at p99 are {shorter['gap_p99_us']} times as short, at "
         f"{shorter['tokens_per_s']} times the tokens a second and with first tokens {late} times as late as plain "
-        "`auto`'s; no figure is below 0.99 of the replica's. Fixed policies are served there too. `end_to_end` takes "
+        "`auto`'s; no figure is below 0.99 of the replica's. No other policy was served with shorter steps, and their "
+        "rule was mended since (7d92e5a). Fixed policies are served there too. `end_to_end` takes "
         "policies of the first rounds alone (`--also`). Of two runs of a load `end_to_end --summary` has the older one "
         "too where the "
         "newer one has fewer rounds, requests or policies ([docs](docs/measured_gpu.md#end-to-end))."

@@ -177,7 +177,11 @@ def test_the_page_has_the_result() -> None:
         for model in NAMES
     ]
     assert f"decode steps took {min(slow):.1f} to {max(slow):.1f} times as long" in " ".join(design.split())
-    assert f"where that says {min(alike):.1f} to {max(alike):.1f}" in " ".join(design.split())
+    says = [1 + each["overlap_cost"] for each in RESULT["one_pair"]]
+    assert (
+        f"where that says {min(says):.1f} to {max(says):.1f} ({min(alike):.1f} to {max(alike):.1f} by the one number "
+        "that fits both halves best), so that"
+    ) in " ".join(design.split())
 
 
 def test_the_result_is_what_the_cells_say() -> None:

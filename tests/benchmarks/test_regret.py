@@ -213,7 +213,19 @@ def test_what_todays_bound_would_have_given_is_on_the_page() -> None:
         f"{sum(within(row) for row in gaps)} of {len(gaps)} loads."
     ) in said
     mean, high = (max(row[figure] for row in plain) for figure in ("mean_regret", "p99_regret"))
-    guide = (RAW.parents[3] / "docs/gpu.md").read_text()
+    guide, readme = ((RAW.parents[3] / name).read_text() for name in ("docs/gpu.md", "README.md"))
+    worst = max(row["mean_regret"] for row in gaps)
+    assert [row["model"] for row in gaps if row["mean_regret"] == worst] == ["llama8b"]
+    few = f"within 2% on {sum(within(row) for row in gaps)} of {len(gaps)} loads"
+    assert f"; by today's limit plain `auto`'s mean is up to {worst:.1%}, {few} |" in guide
+    assert (
+        f"By today's, picked again on the same cells, means of steps are at most {mean:.1%} and p99 is the same; plain "
+        f"`auto`'s gaps are then up to {worst:.1%} off in the mean (Llama-3.1-8B) and {few}; `auto` for latency,"
+    ) in readme
+    assert high == max(
+        row["p99_regret"] for row in json.loads((RAW.parent / "regret.json").read_text())
+        if (row["objective"], row["policy"]) == ("step_us", "auto")
+    )  # fmt: skip
     assert f"steps have a mean of at most {mean:.1%} and a p99 of at most {high:.1%}, and plain" in guide
 
 
@@ -231,6 +243,13 @@ def test_what_is_late_by_todays_bound_is_on_the_page() -> None:
             cheaper = 1 - cell["cells"][pick]["expected"][0] / cell["cells"][best]["expected"][0]
             found.append((key, us[pick] / us[best] - 1, cheaper, sum(cell["tokens"][:2])))
     longer = [each[1] for each in found]
+    loads = dict.fromkeys(key.rpartition("/")[0] for key in at["cells"])
+    rows = [row for load in loads for row in regret.summarise(at, load)]
+    most = max(row["late"] for row in rows if (row["objective"], row["policy"]) == ("step_us", "auto"))
+    told = f"breaks it: in up to {most:.1%} of a load's steps, by up to {max(longer):.1%}."
+    assert told in (RAW.parents[3] / "docs/gpu.md").read_text()
+    changes = (RAW.parents[3] / "CHANGELOG.md").read_text()
+    assert f"DeepSeek-V2-Lite's by plain `auto` in up to {most:.1%}, where it is 1." in changes
     one = "piecewise all:PIECEWISE 288t:@0x1"
     large = [each for each in found if at["cells"][each[0]]["picks"]["auto"] == one]
     assert all(before["cells"][each[0]]["picks"]["auto"] == one for each in large)
