@@ -429,7 +429,7 @@ def steps_by_commit(cells: Iterable[dict[str, Any]]) -> dict[str, int]:
 
 
 def slices_of(files: list[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(head, cells) of one result of several slices: the head is the first one's, with the commands of all.
+    """(head, cells) of one result of several slices: the head is the first one's, with all commands and the last date.
 
     Raises:
         SystemExit: they are of different models, devices or versions.
@@ -438,16 +438,15 @@ def slices_of(files: list[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
     for each in data:
         if (each["model"], each["device"]) != (data[0]["model"], data[0]["device"]):
             sys.exit(f"slices differ: {each['model']} on {each['device']}, {data[0]['model']} on {data[0]['device']}")
-        if (each.get("versions"), each.get("date")) != (data[0].get("versions"), data[0].get("date")):
-            sys.exit(
-                f"slices differ: {each.get('date')} with {each.get('versions')}, {data[0].get('date')} with "
-                f"{data[0].get('versions')}"
-            )
+        if each.get("versions") != data[0].get("versions"):
+            sys.exit(f"slices differ: {each.get('versions')}, {data[0].get('versions')}")
     head = {name: value for name, value in data[0].items() if name not in ("cells", "total")}
     given = [each.get("commands", [each.get("command")]) for each in data]
     commands = [command for each in given for command in each if command]
     if len(set(commands)) > 1:
         head["commands"] = list(dict.fromkeys(commands))
+    if dates := [each["date"] for each in data if "date" in each]:
+        head["date"] = max(dates)
     return {**head, "slices": len(files)}, {name: cell for each in data for name, cell in each["cells"].items()}
 
 

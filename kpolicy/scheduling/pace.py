@@ -285,10 +285,14 @@ class OtherSelect:
     """`other_select` of a policy, prepared once for each table of costs.
 
     Graphs that come and go are another Engine's: this policy's are those that it would have captured.
+
+    Args:
+        policy: the policy.
+        sizes: its capture sizes; its own by default.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, sizes: CaptureSizes | None = None) -> None:
+        self._policy, self._sizes = policy, sizes
         self._costs: CostTable | None = None
         self._select: Callable[..., Decision] | None = None
 
@@ -300,7 +304,7 @@ class OtherSelect:
         """
         select = self._select
         if select is None or context.costs is not self._costs:
-            select = self._select = other_select(self._policy, context)
+            select = self._select = other_select(self._policy, context, self._sizes)
             self._costs = context.costs
         return select
 

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from benchmarks.command import command_line  # noqa: E402
 from benchmarks.gpu import beside, correct, end_to_end, gpt2, kernels, overlap, regret, soak, startup  # noqa: E402
-from benchmarks.gpu.common import Results, interval_of_mean, load_model, open_engines  # noqa: E402
+from benchmarks.gpu.common import Results, interval_of_mean, load_model, open_engines, slices_of  # noqa: E402
 from kpolicy.modes import Rows  # noqa: E402
 
 RAW = Path(__file__).parents[2] / "benchmarks/results/h200/raw"
@@ -517,14 +517,18 @@ def test_interrupted_rounds_do_not_count(arguments: list[str], tmp_path: Path, m
 
 
 def test_slices_of_different_models_are_not_added_up(tmp_path: Path) -> None:
-    """Nor of different devices."""
-    head = {"model": "a", "device": "d", "cells": {}}
-    for name, value in (("model", "b"), ("device", "e")):
+    """Nor of different devices or versions; of several days the last one counts."""
+    head: dict[str, Any] = {"model": "a", "device": "d", "versions": {"torch": "2.11"}, "cells": {}}
+    for name, value in (("model", "b"), ("device", "e"), ("versions", {"torch": "2.13"})):
         (tmp_path / "1.json").write_text(json.dumps(head))
         (tmp_path / "2.json").write_text(json.dumps({**head, name: value}))
         with pytest.raises(SystemExit, match="slices differ"):
             correct.merge([tmp_path / "1.json", tmp_path / "2.json"], tmp_path / "out.json")
         assert not (tmp_path / "out.json").exists()
+    for name, date in (("1.json", "2026-11-30"), ("2.json", "2026-11-28")):
+        (tmp_path / name).write_text(json.dumps({**head, "date": date}))
+    assert slices_of([tmp_path / "1.json", tmp_path / "2.json"])[0]["date"] == "2026-11-30"
+    assert slices_of([tmp_path / "2.json", tmp_path / "1.json"])[0]["date"] == "2026-11-30"
 
 
 def test_the_command_is_the_one_that_ran(tmp_path: Path) -> None:

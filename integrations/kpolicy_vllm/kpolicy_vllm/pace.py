@@ -16,7 +16,7 @@ from kpolicy.errors import KPolicyError
 from kpolicy.ladders import CaptureSizes
 from kpolicy.policies import get_policy
 from kpolicy.scheduling.line import in_line
-from kpolicy.scheduling.pace import Pace, other_select
+from kpolicy.scheduling.pace import OtherSelect, Pace
 from kpolicy_vllm.rows import Rows, StepPlanner, queues_of
 from kpolicy_vllm.state import LISTED, State, workers_apart
 
@@ -54,6 +54,7 @@ class Pacer(StepPlanner):
     def __init__(self, scheduler: Any, state: State) -> None:
         super().__init__(scheduler, state)
         self._rule: Pace | None = None
+        self._other: OtherSelect | None = None
         self._by: tuple[Any, Any, int] = (None, None, 0)
         """Costs, policy and limit of that"""
         self._for_others = 0
@@ -120,7 +121,7 @@ class Pacer(StepPlanner):
         # Decodes of other ranks wait for this one's step too.
         beside, total = max(decodes, 1), len(prompts) + waiting
         # A preempted request comes again with another prompt.
-        first = (rows.first.request_id, getattr(rows.first, "num_preemptions", 0))
+        first = (rows.first.request_id, rows.first.num_preemptions)
         most = pace.held(first, beside, total)
         if most is None:
             most = self._asked(pace, first, beside, total)
@@ -172,8 +173,9 @@ class Pacer(StepPlanner):
             context = state.context(lora=False)
             other = None
             try:
-                policy, sizes = vllm_s_own(self._scheduler.vllm_config, state)
-                other = other_select(policy, context, sizes)
+                if self._other is None:
+                    self._other = OtherSelect(*vllm_s_own(self._scheduler.vllm_config, state))
+                other = self._other.by(context)
             except KPolicyError as error:
                 state.counters.warn_once("not_compared", f"steps are bounded without vLLM's own rule beside: {error}")
             made = Pace(context, state.select, other, limit=limit)
