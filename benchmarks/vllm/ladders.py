@@ -5,6 +5,8 @@
 - ``wide``: stock vLLM, told by its own flag to capture every size of the shim's ladder.
 - ``planned``: the shim with a ladder of `kpolicy plan`.
 - ``paced``: the shim with steps bounded by what the gap between tokens is worth.
+- ``split``: the shim for short gaps, which may run decodes and prompts in steps of their own.
+- ``lazy``: the shim that starts with few graphs and captures others once they are hot.
 - ``again``: stock vLLM in a process of its own once more: how far two that are the same lie apart.
 """
 
@@ -21,10 +23,16 @@ from kpolicy_vllm.ladder import default_sizes, one_list, wide_layers
 
 __all__ = ["PACED", "SIDES", "arguments_of"]
 
-SIDES = ("stock", "kpolicy", "wide", "planned", "paced", "again")
+SIDES = ("stock", "kpolicy", "wide", "planned", "paced", "split", "lazy", "again")
 PACED = {"objective": "1:1"}
 """A weight of the gap at which code, decodes and chat are served as fast as by stock or faster in simulated time, but
 for 1% on the quickest host (`benchmarks.vllm.simulated`)"""
+
+OTHERWISE: Mapping[str, Mapping[str, Any]] = {
+    "split": {"objective": "latency", "split": True, "split_decodes": 4},
+    "lazy": {"lazy": True},
+}
+"""Settings of the shim that these sides have besides"""
 
 
 def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: int, plan: Path | None = None,
@@ -50,16 +58,17 @@ def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: 
         return shim
     if name == "wide":
         config = model / "config.json" if model is not None else None
-        told = json.loads(config.read_text()) if config is not None and config.is_file() else {}
+        layers = json.loads(config.read_text()) if config is not None and config.is_file() else {}
         settings = Settings(max_num_reqs=max_seqs, max_num_tokens=max_tokens)
-        sizes = one_list(default_sizes(settings, wide=wide_layers(SimpleNamespace(**told))))
+        sizes = one_list(default_sizes(settings, wide=wide_layers(SimpleNamespace(**layers))))
         return {"compilation_config": {"cudagraph_capture_sizes": sizes}}
     if name == "planned" and plan is not None:
         planned: dict[str, Any] = json.loads(json.dumps(shim))
         planned["additional_config"]["kpolicy"]["plan"] = str(plan.resolve())
         return planned
-    if name == "paced":
-        bounded: dict[str, Any] = json.loads(json.dumps(shim))
-        bounded["additional_config"]["kpolicy"].update(paced)
-        return bounded
+    more = {"paced": paced, **OTHERWISE}.get(name)
+    if more is not None:
+        told: dict[str, Any] = json.loads(json.dumps(shim))
+        told["additional_config"]["kpolicy"].update(more)
+        return told
     raise ValueError(f"side {name!r} can't be had; take one of {', '.join(SIDES)}, planned with --plan.")

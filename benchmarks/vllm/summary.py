@@ -139,6 +139,10 @@ def compared(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
             ("stock", "wide"),
             ("stock", "paced"),
             ("kpolicy", "paced"),
+            ("stock", "split"),
+            ("kpolicy", "split"),
+            ("stock", "lazy"),
+            ("kpolicy", "lazy"),
             ("stock", "again"),
             ("again", "kpolicy"),
         )

@@ -41,6 +41,21 @@ def test_the_sides_are_those_of_the_shim() -> None:
     assert PACED["objective"] == "1:1"
 
 
+def test_sides_of_other_schedulers_and_of_few_graphs_are_of_the_shim_s_own_settings() -> None:
+    """`split` divides steps for short gaps and paces none; `lazy` starts with few graphs; else they are `kpolicy`."""
+    shim = {"additional_config": {"kpolicy": {"policy": "auto"}}}
+    found = {}
+    for name in ("kpolicy", "split", "lazy"):
+        config = Config.load(arguments_of(name, shim, max_seqs=1024, max_tokens=8192)["additional_config"], {})
+        assert config is not None
+        assert name == "split" or sizes_of(config, simulated.LIMITS) == default_sizes(simulated.LIMITS)
+        found[name] = config.split, config.split_decodes, config.lazy, config.paces, config.objective
+    assert found["kpolicy"] == (False, 1, False, False, "throughput")
+    assert found["split"] == (True, 4, False, False, "latency")
+    assert found["lazy"] == (False, 1, True, False, "throughput")
+    assert shim == {"additional_config": {"kpolicy": {"policy": "auto"}}}
+
+
 def test_wide_has_the_shim_s_sizes_of_that_model(tmp_path: Path) -> None:
     """Layers that a device bounds have more sizes, which stock must be given too."""
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 4096, "intermediate_size": 14336}))
