@@ -29,7 +29,7 @@ PACED = {"objective": "1:1"}
 for 1% on the quickest host (`benchmarks.vllm.simulated`)"""
 
 OTHERWISE: Mapping[str, Mapping[str, Any]] = {
-    "split": {"objective": "latency", "split": True, "split_decodes": 4},
+    "split": {"objective": "latency", "pace": False, "split": True, "split_decodes": 4},
     "lazy": {"lazy": True},
 }
 """Settings of the shim that these sides have besides"""

@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--starts {options.starts}{' --warm' * options.warm} does nothing: give --starts from 1 to "
                      "measure, or --starts 0 without --warm to fill the caches.")  # fmt: skip
     if options.sides is None:
-        left_out = ("again",) if options.plan is not None else ("again", "planned")
+        left_out = ("again", "split") if options.plan is not None else ("again", "split", "planned")
         options.sides = [name for name in SIDES if name not in left_out]
     starts = Starts(options)
     starts.run()

@@ -48,7 +48,7 @@ def test_sides_of_other_schedulers_and_of_few_graphs_are_of_the_shim_s_own_setti
     for name in ("kpolicy", "split", "lazy"):
         config = Config.load(arguments_of(name, shim, max_seqs=1024, max_tokens=8192)["additional_config"], {})
         assert config is not None
-        assert name == "split" or sizes_of(config, simulated.LIMITS) == default_sizes(simulated.LIMITS)
+        assert sizes_of(config, simulated.LIMITS) == default_sizes(simulated.LIMITS)
         found[name] = config.split, config.split_decodes, config.lazy, config.paces, config.objective
     assert found["kpolicy"] == (False, 1, False, False, "throughput")
     assert found["split"] == (True, 4, False, False, "latency")
