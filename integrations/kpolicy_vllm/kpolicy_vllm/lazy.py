@@ -3,7 +3,9 @@
 All graphs of the ladder are planned; `first` says which of them vLLM captures when it starts. From then on every so
 many steps the steps that ran are looked at: which graph would the policy have taken, were all of them captured? One
 that was missed `lazy_hot` times is captured by vLLM's own procedure, before the next step: vLLM's guard, which forbids
-captures while it serves, is lifted for as long as that takes, and the device has nothing under way.
+captures while it serves, is lifted for as long as that takes, and the device has nothing under way. vLLM collects all
+of Python's garbage before and after captures, which takes most of half a second in a server's process; between steps
+that is left out (`uncollected`).
 
 Ranks that run one model together see the same steps and so capture the same graphs at the same step. `why_not` lists
 where that doesn't hold. A capture that fails costs a step its time and is not tried again.
@@ -12,9 +14,11 @@ where that doesn't hold. A capture that fails costs a step its time and is not t
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import perf_counter, sleep
 from typing import Any
 
@@ -29,7 +33,7 @@ from kpolicy_vllm.state import LOGGER, State, workers_apart
 from kpolicy_vllm.steps import Step, numbers_of
 from kpolicy_vllm.versions.names import wrapped
 
-__all__ = ["Lazy", "attach", "first", "thin", "why_not"]
+__all__ = ["Lazy", "attach", "first", "thin", "uncollected", "why_not"]
 
 LOOK = 256
 """Steps between two looks at what was missed"""
@@ -117,6 +121,27 @@ def _only(dispatcher: Any, keys: set[GraphKey]) -> Callable[[], None]:
             dispatcher.get_capture_descs = before_this
 
     return undo
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python's garbage stays where it is, whatever asks for it, until the context ends.
+
+    Captures mustn't be interrupted by a collection, which frees what the device's allocator has; vLLM collects all
+    first, and freezes what is left. Of a server's objects either takes a few hundred milliseconds, and thawing them
+    afterwards undoes the freeze that vLLM makes once when its start is over. Here none is made at all.
+    """
+    enabled, own = gc.isenabled(), {name: getattr(gc, name) for name in ("collect", "freeze", "unfreeze")}
+    gc.disable()
+    for name in own:
+        setattr(gc, name, lambda *_, **__: 0)
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(gc, name, function)
+        if enabled:
+            gc.enable()
 
 
 class Lazy:
@@ -253,7 +278,8 @@ def attach(runner: Any, state: State) -> None:
     def capture() -> Any:
         try:
             # vLLM's own, not the integration's wrapper of it, which ends in calibration.
-            return type(runner).capture_model(runner)
+            with uncollected():
+                return type(runner).capture_model(runner)
         finally:
             monitor.set_cudagraph_capturing_enabled(False)
 

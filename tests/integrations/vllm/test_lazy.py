@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -202,8 +204,13 @@ def test_where_it_cannot_all_is_captured_at_the_start(where: str | None, name: s
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_vllm_s_guard_against_captures_is_up_again_after_each(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """Also after one that failed; the capture is vLLM's own, not the wrapper that ends in calibration."""
+    """Also after one that failed; the capture is vLLM's own, not the wrapper that ends in calibration.
+
+    What it does to Python's garbage isn't done meanwhile.
+    """
     guard: list[bool] = []
+    collecting: list[bool] = []
+    asked: list[str] = []
     monitor = ModuleType("vllm.compilation.monitor")
     monitor.set_cudagraph_capturing_enabled = guard.append  # type: ignore[attr-defined]
     torch = ModuleType("torch")
@@ -220,6 +227,10 @@ def test_vllm_s_guard_against_captures_is_up_again_after_each(monkeypatch: pytes
 
         def capture_model(self) -> int:
             guard.append(True)
+            gc.collect()
+            gc.freeze()
+            gc.unfreeze()
+            collecting.append(gc.isenabled())
             server.waited = len(server.captures)
             return server.capture()
 
@@ -231,8 +242,15 @@ def test_vllm_s_guard_against_captures_is_up_again_after_each(monkeypatch: pytes
     runner: Any = Runner()
     runner.capture_model = lambda: pytest.fail("the wrapper was called")
     attach(runner, server.state)
+    recorders = {name: functools.partial(asked.append, name) for name in ("collect", "freeze", "unfreeze")}
+    for name, recorder in recorders.items():
+        monkeypatch.setattr(gc, name, recorder)
     for _ in range(2 * LOOK):
         assert runner.execute_model() == "ran"
+    assert collecting == [False], "nothing is collected in between either"
+    assert not asked, "vLLM's procedure collects all garbage and thaws what vLLM froze while no request moves on"
+    assert {name: getattr(gc, name) for name in recorders} == recorders
+    assert gc.isenabled()
     assert guard == [True, False]
     assert server.state.counters.counts["lazy_capture_failed" if fails else "lazy_captures"] == 1
 
