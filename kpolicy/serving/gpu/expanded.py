@@ -64,14 +64,14 @@ def _expanded_prefill(out_ptr, q_ptr, kv_ptr, rope_ptr, q_starts_ptr, kv_starts_
                       kv_stride, rope_stride, num_rows, HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
                       VALUE: tl.constexpr, NOPE_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    # A row's last tiles have the most keys, so they begin first.
+    # Rows behind a context mostly come first, and a row's last tiles have the most keys: these begin first.
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row = row_of(q_starts_ptr, tile, num_rows, BLOCK_M).to(tl.int64)
+    place = tl.program_id(1)
+    row = row_of(q_starts_ptr, place, num_rows, BLOCK_M).to(tl.int64)
     start = tl.load(q_starts_ptr + row)
     query_len = tl.load(q_starts_ptr + row + 1) - start
-    first = (tile - (start // BLOCK_M + row)) * BLOCK_M
-    if first >= query_len:
+    first = ((query_len + BLOCK_M - 1) // BLOCK_M - 1 - (place - (start // BLOCK_M + row))) * BLOCK_M
+    if first < 0:
         return
     first_key = tl.load(kv_starts_ptr + row).to(tl.int64)
     kv_len = (tl.load(kv_starts_ptr + row + 1) - first_key).to(tl.int32)

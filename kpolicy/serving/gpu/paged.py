@@ -251,13 +251,14 @@ def _prefill(out_ptr, q_ptr, k_ptr, v_ptr, table_ptr, lens_ptr, starts_ptr, scal
              VALUE_DIM: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
              WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              PRECISION: tl.constexpr):  # fmt: skip
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    row = row_of(starts_ptr, tile, num_reqs, BLOCK_M).to(tl.int64)
+    # Rows behind a context mostly come first, and a row's last tiles have the most keys: these begin first.
+    head = tl.program_id(0)
+    place = tl.program_id(1)
+    row = row_of(starts_ptr, place, num_reqs, BLOCK_M).to(tl.int64)
     start = tl.load(starts_ptr + row)
     query_len = tl.load(starts_ptr + row + 1) - start
-    first = (tile - (start // BLOCK_M + row)) * BLOCK_M
-    if (query_len < LEAST) | (first >= query_len):
+    first = ((query_len + BLOCK_M - 1) // BLOCK_M - 1 - (place - (start // BLOCK_M + row))) * BLOCK_M
+    if (query_len < LEAST) | (first < 0):
         return
     kv_len = tl.load(lens_ptr + row)
     kv_head = head // SHARE
@@ -361,7 +362,7 @@ def paged_attention(
     if prefills:
         block_m, num_warps, constants = _prefill_plan(model, decode_len + 1 if decodes else 1, num_tokens)
         launch(
-            _prefill, (num_tokens // block_m + num_reqs, num_heads, 1),
+            _prefill, (num_heads, num_tokens // block_m + num_reqs, 1),
             (out, query, k_cache, v_cache, table, rows.kv_lens, rows.query_starts, log2_scale, cap, *strides),
             constants, (num_reqs,), num_warps=num_warps, num_stages=2,
         )  # fmt: skip
