@@ -43,10 +43,10 @@ class Bench:
 
     def add(
         self, launches: list[Any], rows: tuple[int, int], *, often: int = 1, others: Any = None,
-        launching: bool = False,
+        launching: bool = False, own_kv: bool = False,
     ) -> int:  # fmt: skip
         assert launching == (launches[0].key is None)
-        del often
+        del often, own_kv
         self.asked.append((*rows, launches[0].key))
         self.others.append(others)
         return len(self.asked) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -199,6 +200,27 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     # Decode rows of the largest graph over the usual KV, and the longest chunk behind a long context.
     assert found.kv_span == KvSpan(decode_row=1024, decode_step=64 * 1024, prefill=512 + 4096)
     assert found.host_work_us == WORK_US
+
+
+@pytest.mark.parametrize(("base_us", "told_us"), [(-200.0, -200.0), (-900.0, -193.6)])
+def test_a_prompt_may_take_less_than_as_many_decode_rows(
+    monkeypatch: pytest.MonkeyPatch, base_us: float, told_us: float
+) -> None:
+    """As in a mixture of experts, whose experts tokens of one prompt share: base_us is below 0 then.
+
+    Prompts take as long as they do, in sizes whose curve is of decode rows and in those whose curve is of prompts. It
+    is two fifths of the shortest step with prompts at most.
+    """
+    true = attrs.evolve(TRUE, prefill_attention=attrs.evolve(TRUE.prefill_attention, base_us=base_us))
+    monkeypatch.setattr(sys.modules[__name__], "TRUE", true)
+    found, _ = calibrated(monkeypatch)
+    assert found.prefill_attention.base_us == pytest.approx(told_us, rel=0.05)
+    if base_us == told_us:
+        assert found.piecewise.us == pytest.approx(true.piecewise.us, rel=1e-6)
+        for size in PIECES:
+            batch = BatchShape(prefills=[(size, 0)]).numbers
+            launches = (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, size)),)
+            assert found.cost(launches, batch).device_us == pytest.approx(true.cost(launches, batch).device_us)
 
 
 def test_a_host_whose_speed_changes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

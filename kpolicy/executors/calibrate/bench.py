@@ -27,7 +27,7 @@ SHORT_KV, LONG_KV = 64, 1024
 """Tokens that decode rows attend to, for the two ends of the slope."""
 TURNS = 5
 MOST_ROUNDS = 15
-THOROUGH_ROUNDS = 3
+THOROUGH_ROUNDS = 1
 _OFTEN = 3
 """Samples a round, at most, of steps that take the host itself little beside others"""
 _NEW = 6
@@ -57,7 +57,7 @@ class Wave(IntEnum):
     LATER = 3
     """Sizes between powers of two, and what decisions don't rest on"""
     THOROUGH = 4
-    """What decisions hardly rest on: after `THOROUGH_ROUNDS` rounds of all else, which a short allowance hasn't"""
+    """What few decisions rest on: after `THOROUGH_ROUNDS` rounds of all else, which a short allowance hasn't"""
 
 
 class Measurable(Protocol):

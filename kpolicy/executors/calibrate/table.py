@@ -32,6 +32,8 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
 
+import attrs
+
 from kpolicy.costs import FEW_DECODES, MANY_DECODES, CostTable, Curve
 from kpolicy.decision import Launch
 from kpolicy.errors import GraphReplayError
@@ -58,6 +60,9 @@ EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
 NOISE = 0.02
 """Of a time: what is within it of another is as good. Where the host runs the launches, samples tell; see `settled`."""
 _LEAST_US = 0.1
+_MOST_SPARED = 0.4
+"""Of the least step that may have prompts, what a prompt can take less than decode rows (`Bases`): the largest
+correction (`kpolicy.corrections.MOST`) leaves that step something"""
 _LEAST_SIZES = 2
 """Sizes that say how a curve goes"""
 _OFTEN = 3
@@ -178,10 +183,9 @@ class Calibration:
 
         def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
             rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.dense_kv)
-            # Small sizes stand for decode rows too, whose tokens don't come from one prompt.
             return (
                 bench.add(
-                    [Launch(Rows.ALL, key)], rows, own_kv=prompt and size > most_reqs,
+                    [Launch(Rows.ALL, key)], rows, own_kv=prompt,
                     wave=Wave.FAR_APART if key in ends or size in (1, longest) else _wave(key, size),
                 ),
                 size, prompt,
@@ -278,6 +282,10 @@ class Calibration:
             self._decoding.cost(), self._prefilling.cost(), step_us
         )
 
+        # What a prompt spares is told by one size, and no smaller step may be left with nothing.
+        spared_us = _MOST_SPARED * min(map(bench.us, self._measured((*self._mixed, *self._pieces, *self._eager))))
+        prefill_attention = attrs.evolve(prefill_attention, base_us=max(prefill_attention.base_us, -spared_us))
+
         def points(cases: Sequence[tuple[int, int, bool]], *, decodes: bool = False) -> dict[int, Point]:
             found = {}
             device_us = self._of_decodes(cases, step_us) if decodes and not bench.host_runs else self._of_each(step_us)
@@ -298,6 +306,8 @@ class Calibration:
         )  # fmt: skip
         eager, full, mixed, pieces = _measured(*modes)
         assert eager is not None  # noqa: S101 - the first case of all
+        least_us = min(us for curve in (eager, mixed, pieces) if curve is not None for us in curve.us)
+        prefill_attention = attrs.evolve(prefill_attention, base_us=max(prefill_attention.base_us, -least_us))
         full_padding, piecewise_padding = (
             padded.share(curve, decode_attention, step_us)
             for padded, curve in zip(self._padded, (full, pieces), strict=True)
