@@ -1444,6 +1444,78 @@ def test_mlas_prompt_attention_is_told_as_its_log_has_it() -> None:
     assert f"False: (({', '.join(str(each) for each in taken.values())})," in code
 
 
+ORDERED = {
+    "2048": "2,048", "2032@3792": "2,032 behind 3,792", "527@6896+1516": "527 behind 6,896, then 1,516",
+    "515@1532+1532": "515 behind 1,532, then 1,532", "300@4700+700": "300 behind 4,700, then 700",
+    "1516+527@6896": "1,516, then 527 behind 6,896", "512@4096": "512 behind 4,096", "128@4096": "128 behind 4,096",
+    "8x256": "eight of 256", "700": "700",
+}  # fmt: skip
+GROUPED = ("0.5B", "1B", "8B")
+
+
+def orders() -> dict[str, dict[str, Any]]:
+    """Prompt attention by which tile begins first: a cell a model and case."""
+    found: dict[str, dict[str, Any]] = read("raw/attention_order")["cells"]
+    return found
+
+
+def of_order() -> list[str]:
+    """A row a case: us a layer before and after, and what it takes of before, in bold where that is surely more."""
+    cells = orders()
+    assert {*cells} == {f"{model} {case}" for model in (*GROUPED, "dsv2lite") for case in ORDERED}
+
+    def told(cell: dict[str, Any]) -> str:
+        ratio = f"{cell['ratio']:.2f}"
+        bold = "**" * (cell["low"] > 1 and ratio != "1.00")
+        return f"{cell['old_us']:.1f} / {cell['new_us']:.1f}, {bold}{ratio}{bold}"
+
+    return [
+        f"| {title} | {' | '.join(told(cells[f'{model} {case}']) for model in (*GROUPED, 'dsv2lite'))} |"
+        for case, title in ORDERED.items()
+    ]
+
+
+def test_which_tile_begins_first_is_told_as_it_came_out() -> None:
+    """What is quicker, what isn't and what is slower, in a script's raw cells."""
+    cells, head = orders(), read("raw/attention_order")
+    assert (head["commit"], head["date"], head["command"]) == ("b653e7c0", DAY, "by a script that isn't kept")
+    assert all(cell["same_bits"] for cell in cells.values())
+    grouped = {name: cell["ratio"] for name, cell in cells.items() if name.split()[0] in GROUPED}
+    quick = [ratio for ratio in grouped.values() if ratio <= 0.9]
+    less = [ratio for ratio in grouped.values() if 0.9 < ratio < 0.99]
+    slow = {name: cell["ratio"] for name, cell in cells.items() if cell["ratio"] >= 1.01}
+    assert [*slow] == ["0.5B 8x256", "8B 1516+527@6896", "8B 128@4096", "dsv2lite 1516+527@6896"]
+    assert (
+        f"Of {len(grouped)} cells of grouped-query models {len(quick)} take {min(quick):.2f} to {max(quick):.2f} of "
+        f"what they took, {len(less)} take {min(less):.2f} to {max(less):.2f}, six are within 2% of it and two are "
+        "slower, both on Llama-3.1-8B. A prompt of 2,048 tokens takes "
+        f"{cells['0.5B 2048']['new_us']} us a layer for {cells['0.5B 2048']['old_us']} on Qwen2.5-0.5B, "
+        f"{cells['1B 2048']['new_us']} for {cells['1B 2048']['old_us']} on Llama-3.2-1B and "
+        f"{cells['8B 2048']['new_us']} for {cells['8B 2048']['old_us']} on Llama-3.1-8B."
+    ) in WORDS
+    assert sum(0.99 < ratio < 1.02 for ratio in grouped.values()) == 6
+    assert sum(ratio >= 1.02 for ratio in grouped.values()) == 2
+    assert len(quick) + len(less) + 8 == len(grouped)
+    few = [cells[f"{model} 128@4096"]["ratio"] for model in (*GROUPED, "dsv2lite")]
+    last = [cells[f"{model} 1516+527@6896"]["ratio"] for model in ("8B", "dsv2lite")]
+    assert (
+        f"**Not quicker**: 128 tokens behind 4,096, {min(few):.2f} to {max(few):.2f}, and eight prompts of 256. "
+        f"**Slower**: a prompt of 1,516 before 527 tokens behind 6,896, {last[0]:.2f} on Llama-3.1-8B and "
+        f"{last[1]:.2f} on DeepSeek-V2-Lite, where the heaviest row comes last"
+    ) in WORDS
+    first = sorted(cells[f"dsv2lite {case}"]["ratio"] for case in ("515@1532+1532", "527@6896+1516"))
+    rest = [cell["ratio"] for name, cell in cells.items() if name.startswith("dsv2lite ")
+            and name.partition(" ")[2] not in ("515@1532+1532", "527@6896+1516", "1516+527@6896")]  # fmt: skip
+    guide = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "began with [other tiles](measured_gpu.md#which-tile-begins-first), which has the same bits." in guide
+    assert "Every other figure on this page is of the kernels before it." in WORDS
+    assert (
+        f"**For DeepSeek-V2-Lite it only turns rows round**: {first[0]:.2f} and {first[1]:.2f} where the heavy row "
+        f"comes first, {min(rest):.2f} to {max(rest):.2f} in the seven others."
+    ) in WORDS
+    assert len(rest) == 7
+
+
 def captured() -> list[str]:
     """A row a list of graphs: how many, seconds in a warm process and in its first captures, bytes."""
     lines = []
@@ -1455,7 +1527,7 @@ def captured() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("made", [over_the_replica, served, of_mla, of_experts, of_kernels, captured])
+@pytest.mark.parametrize("made", [over_the_replica, served, of_mla, of_order, of_experts, of_kernels, captured])
 def test_tables_are_told_as_their_results_have_them(made: Any) -> None:
     """Every row, one after the other, bad ones too."""
     rows = made()
