@@ -706,7 +706,8 @@ def test_auto_is_held_against_others() -> None:
     shorter = {other: over_another("dsv2lite", "code", PACED, other, "gap_p99_us") for other in shares}
     beyond = [with_interval(each) for each in shorter.values()]
     assert (
-        f"Shorter steps go beyond that on two models: on DeepSeek-V2-Lite gaps at p99 of `{PACED}` are {beyond[0]} "
+        f"Shorter steps go beyond that on two models, the 0.5B as above: on DeepSeek-V2-Lite gaps at p99 of `{PACED}` "
+        f"are {beyond[0]} "
         f"times as short as the replica of SGLang's and {beyond[1]} times as `full_and_piecewise`'s. No other policy "
         "was served with shorter steps, so "
         "this is the steps', not `auto`'s choosing."
