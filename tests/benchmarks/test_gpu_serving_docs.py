@@ -19,20 +19,25 @@ WORDS = " ".join(" ".join(DOC).split())
 MODELS = {
     "qwen05b": "Qwen2.5-0.5B", "dsv2lite": "DeepSeek-V2-Lite", "llama8b": "Llama-3.1-8B", "llama1b": "Llama-3.2-1B",
 }  # fmt: skip
-RUNS = {"qwen05b": ["qwen05b"], "dsv2lite": ["dsv2lite_code", "dsv2lite"],
-        "llama8b": ["llama8b", "llama8b_conversation"], "llama1b": ["llama1b"]}  # fmt: skip
-"""The raw files of each model's newest rows, in the tables' order"""
-DAY = "2026-11-29"
+RUNS = {
+    "qwen05b": ["qwen05b_code", "qwen05b"], "dsv2lite": ["dsv2lite_code", "dsv2lite"],
+    "llama8b": ["llama8b_code", "llama8b_conversation"], "llama1b": ["llama1b_code", "llama1b"],
+}  # fmt: skip
+"""The raw files of each model's newest rows, in the tables' order: code trace, conversation trace"""
+DAY = "2026-11-30"
 """Of most rows, whose titles don't say it"""
-LATER = "2026-11-30"
-SERVED_LATER = [("dsv2lite", "code"), ("llama8b", "code"), ("llama8b", "conversation")]
+EARLIER = "2026-11-29"
+SERVED_EARLIER = [(model, "conversation") for model in ("qwen05b", "dsv2lite", "llama1b")]
 LOADS = [(model, trace) for model in MODELS for trace in ("code", "conversation")]
-NEWEST = {load: LATER if load in SERVED_LATER else DAY for load in LOADS}
+NEWEST = {load: EARLIER if load in SERVED_EARLIER else DAY for load in LOADS}
 """A load's rows of other days count in no figure of all loads"""
+CODE = [(model, "code") for model in MODELS]
+LATEST = [("qwen05b", "code"), ("llama8b", "code"), ("llama1b", "code")]
+"""Of b653e7c0, on one host"""
 PACED = "auto 1:1:1 paced"
-"""Served on DeepSeek-V2-Lite's code trace alone"""
+"""Served on the code trace alone"""
 FIXED = ("piecewise", "full", "split", "eager")
-"""Of that load in the first three rounds alone"""
+"""Of the three larger models' code trace in the first rounds alone"""
 LEAST = 0.99
 """Of the replica's, below which a figure is told"""
 
@@ -161,27 +166,29 @@ def test_rows_are_those_of_the_raw_runs() -> None:
     raw = {name: read(f"raw/end_to_end_{name}") for name in (*runs, "qwen05b_conversation")}
     every = [row for data in raw.values() for row in summarise(data)]
     assert read("end_to_end") == table([*raw.values()])
-    assert len(raw) == 7
+    assert len(raw) == 9
     assert (
-        "`end_to_end.json` is made of seven raw files (`--summary`), the six that the next two paragraphs name and "
-        "`raw/end_to_end_qwen05b_conversation.json`; of all of them it would have rows of earlier runs too."
+        "`end_to_end.json` is made of nine raw files (`--summary`), the eight that the next paragraphs name for the "
+        "tables and `raw/end_to_end_qwen05b_conversation.json`; of all of them it would have rows of earlier runs too."
     ) in WORDS
     all_of_them = [json.loads(file.read_text()) for file in sorted((RESULTS / "raw").glob("end_to_end_*.json"))]
     assert len(table(all_of_them)) > len(read("end_to_end"))
-    assert read("end_to_end") == [
-        row for row in every if (row["model"], row["trace"], row["date"]) != ("dsv2lite", "code", DAY)
-    ]
-    assert len(every) - len(read("end_to_end")) == 4 * len(BETTER_UP)
+    assert read("end_to_end") == [row for row in every if (row["trace"], row["date"]) != ("code", EARLIER)]
     assert {title: at["tokens_per_s"]["repeats"] for title, at in by_load(PACED).items()} == {
-        newest("dsv2lite", "code"): 7
-    }
-    assert {policy: len(rounds("dsv2lite", "code", policy)) for policy in (*FIXED, "vllm", "full_and_piecewise")} == {
-        **dict.fromkeys(FIXED, 3), "vllm": 7, "full_and_piecewise": 7,
+        newest("qwen05b", "code"): 4, newest("dsv2lite", "code"): 7, newest("llama8b", "code"): 3,
+        newest("llama1b", "code"): 3,
     }  # fmt: skip
-    assert raw["dsv2lite_code"]["also"] == {"policies": [*FIXED], "rounds": 3}
-    assert {row["date"] for row in by_load("auto")[newest("dsv2lite", "code")].values()} == {LATER}
+    assert {
+        model: {policy: len(rounds(model, "code", policy)) for policy in (*FIXED, "vllm", "full_and_piecewise")}
+        for model in MODELS
+    } == {
+        model: {**dict.fromkeys(FIXED, few), "vllm": all_of, "full_and_piecewise": all_of}
+        for model, few, all_of in (("qwen05b", 4, 4), ("dsv2lite", 3, 7), ("llama8b", 1, 3), ("llama1b", 1, 3))
+    }
+    for model, few in (("dsv2lite", 3), ("llama8b", 1), ("llama1b", 1)):
+        assert raw[f"{model}_code"]["also"] == {"policies": [*FIXED], "rounds": few}
     assert {name: (data["model"], data["date"]) for name, data in raw.items() if name in runs} == {
-        name: (model, LATER if name in ("dsv2lite_code", *RUNS["llama8b"]) else DAY) for name, model in runs.items()
+        name: (model, EARLIER if name in ("qwen05b", "dsv2lite", "llama1b") else DAY) for name, model in runs.items()
     }
     assert (raw["qwen05b_conversation"]["model"], raw["qwen05b_conversation"]["date"]) == ("qwen05b", "2026-11-28")
     assert [(row["model"], row["trace"]) for row in in_all()[:: len(BETTER_UP)]] == LOADS
@@ -205,74 +212,79 @@ def test_rows_are_those_of_the_raw_runs() -> None:
     assert "of BurstGPT there is one round of two of four policies, of Mooncake nothing" in WORDS
 
 
-def test_whose_rows_are_of_other_runs_is_told() -> None:
-    """The 8B's and DeepSeek-V2-Lite's code trace: another day, commits and hosts; the titles have the day."""
-    assert [load for load, day in NEWEST.items() if day != DAY] == SERVED_LATER
+def test_of_which_runs_rows_are_is_told() -> None:
+    """Three hosts and commits of one day, and the earlier day, which the titles have."""
+    assert [load for load, day in NEWEST.items() if day != DAY] == SERVED_EARLIER
 
     def began(run: str) -> str:
         day, _, time = read(f"raw/end_to_end_{run}")["costs"]["auto"].split()[1].partition("T")
-        assert day == LATER
+        assert day == DAY
         return str(time[:5])
 
-    assert all("01:03" < began(run) < "01:12" for run in RUNS["llama8b"])
+    assert all("14:39" < began(f"{model}_code") < "14:49" for model, _ in LATEST)
+    assert "01:03" < began("llama8b_conversation") < "01:12"
     assert "11:38" < began("dsv2lite_code") < "11:45"
     asked = read("raw/end_to_end_dsv2lite_code")["command"]
     assert "--rounds 8 " in asked
     assert f"--also {' '.join(FIXED)} --also-rounds 3" in asked
-    files = " and ".join(f"`raw/end_to_end_{run}.json`" for run in RUNS["llama8b"])
     assert (
-        f"{DAY}, 08:45 to 09:03 UTC, commit 43ebfb8, one H200 alone on its host, driver 580.159.04, 16 cores, under "
-        "`benchmarks.quiet --cores 4 --follow`; `raw/end_to_end_qwen05b.json`, `_dsv2lite` (of which the tables have "
-        "the conversation trace alone) and `_llama1b`."
+        f"**Most rows are of {DAY}, of three hosts and commits**, a process for each trace, torch and versions alike. "
+        "The code traces of Qwen2.5-0.5B, Llama-3.1-8B and Llama-3.2-1B: 14:39 to 14:48 UTC, commit b653e7c0, on a "
+        "host with two H200s and 16 cores for each, with other benchmarks on the other GPU and its cores all the time, "
+        "under `benchmarks.quiet --cores 4 --follow`; `raw/end_to_end_qwen05b_code.json`, `_llama8b_code` and "
+        "`_llama1b_code`; the driver wasn't noted. The 0.5B's has four rounds of nine policies, the Llamas' three "
+        "rounds of five policies, and "
+        "one of `piecewise`, `full`, `split` and `eager` (`--also`), whose ratios are to the replica's first round and "
+        "have no interval. "
+        "DeepSeek-V2-Lite's code trace: 11:38 to 11:45 UTC, commit 9f1a315, one H200 alone on its host, 16 cores, "
+        "driver 580.159.04, under `benchmarks.quiet --cores 4 --follow`; `raw/end_to_end_dsv2lite_code.json`. "
+        "That run has seven rounds of five policies (eight were asked for, the time was over), and those four policies "
+        "in the first three of them, so that their ratios are to the replica's first three rounds. "
+        "Llama-3.1-8B's conversation trace: 01:03 to 01:12 UTC, commit 95234a3, one H200 alone on its host, 16 cores, "
+        "the same driver, **not under `benchmarks.quiet`**; `raw/end_to_end_llama8b_conversation.json`."
     ) in WORDS
     assert (
-        "**Llama-3.1-8B's rows and those of DeepSeek-V2-Lite's code trace are of other runs**, with their day in their "
-        f"titles, {LATER}: one H200 alone on its host, the same driver and torch, 16 cores, a process for each trace. "
-        f"Llama-3.1-8B's: 01:03 to 01:12 UTC, commit 95234a3, **not under `benchmarks.quiet`**; {files}. "
-        "DeepSeek-V2-Lite's: 11:38 to 11:45 UTC, commit 9f1a315, under `benchmarks.quiet --cores 4 --follow`; "
-        "`raw/end_to_end_dsv2lite_code.json`. That run has seven rounds of five policies (eight were asked for, the "
-        "time was over), and `piecewise`, `full`, `split` and `eager` in the first three of them (`--also`), so that "
-        "their ratios are to the replica's first three rounds. "
-        "After 43ebfb8 decode attention changed, at 95234a3 and again at d32f9e4 ([decode "
-        "attention](#decode-attention)), and calibration too; the other loads weren't served since. So their times and "
-        "tokens a second aren't of one run with the other rows', nor with [their runs before](#runs-before); a ratio "
-        "is always within one run."
+        "**The other conversation traces are of a day earlier**, which their titles say: 2026-11-29, 08:45 to 09:03 "
+        "UTC, commit 43ebfb8, one H200 alone on its host, driver 580.159.04, 16 cores, under `benchmarks.quiet --cores "
+        "4 --follow`; `raw/end_to_end_qwen05b.json`, `_dsv2lite` and `_llama1b`, of which the tables have the "
+        "conversation trace alone. DeepSeek-V2-Lite's went on in a second process, on other cores, for its second "
+        "round. After 43ebfb8 decode attention changed, at 95234a3 and again at d32f9e4 ([decode "
+        "attention](#decode-attention)), and calibration too. So times and tokens a second of different rows aren't of "
+        "one run, nor of one with [their runs before](#runs-before); a ratio is always within one run."
     ) in WORDS
     assert (
-        f"[end to end](#end-to-end) of 43ebfb8 ({DAY}), Llama-3.1-8B's of 95234a3 and DeepSeek-V2-Lite's code trace's "
-        f"of 9f1a315 (both {LATER}),"
-    ) in WORDS
-    others = [load for load in LOADS if load not in SERVED_LATER]
-    assert others == [
-        ("qwen05b", "code"), ("qwen05b", "conversation"), ("dsv2lite", "conversation"), ("llama1b", "code"),
-        ("llama1b", "conversation"),
-    ]  # fmt: skip
-    assert (
-        "**Not measured**: Qwen2.5-0.5B, Llama-3.2-1B and DeepSeek-V2-Lite's conversation trace with the decode "
-        "attention of 95234a3 or d32f9e4, and Llama-3.1-8B with that of d32f9e4;"
+        f"[end to end](#end-to-end) of b653e7c0 (the code traces, {DAY}; DeepSeek-V2-Lite's of 9f1a315), "
+        "Llama-3.1-8B's "
+        f"conversation trace of 95234a3 ({DAY}) and the others' of 43ebfb8 ({EARLIER}),"
     ) in WORDS
     assert (
-        "of Qwen2.5-0.5B, Llama-3.2-1B and DeepSeek-V2-Lite's conversation trace with the decode attention of 95234a3 "
-        "or d32f9e4, of Llama-3.1-8B with that of d32f9e4, of larger models than the 0.5B by fixed policies but "
-        "`full_and_piecewise` with today's kernels, other than DeepSeek-V2-Lite's code trace, of shorter steps "
-        f"(`{PACED}`) on any load but that one, of shorter steps by the rule since 7d92e5a or by any other policy,"
+        "**Not measured**: the conversation trace of Qwen2.5-0.5B, Llama-3.2-1B and DeepSeek-V2-Lite with the decode "
+        "attention of 95234a3 or d32f9e4, and of Llama-3.1-8B with that of d32f9e4;"
+    ) in WORDS
+    assert (
+        "of the conversation trace of Qwen2.5-0.5B, Llama-3.2-1B and DeepSeek-V2-Lite with the decode attention of "
+        "95234a3 or d32f9e4, of Llama-3.1-8B's with that of d32f9e4, of larger models than the 0.5B by fixed policies "
+        "but `full_and_piecewise` with today's kernels, other than of the code trace, of shorter steps "
+        f"(`{PACED}`) on any load but the code traces, of DeepSeek-V2-Lite's by the rule since 7d92e5a, of shorter "
+        "steps by any other policy,"
     ) in WORDS
     for policy in FIXED:
-        assert [load for load in LOADS if rounds(*load, policy)] == [*LOADS[:2], ("dsv2lite", "code")]
-    assert [load for load in LOADS if rounds(*load, PACED)] == [("dsv2lite", "code")]
+        assert [load for load in LOADS if rounds(*load, policy)] == [*LOADS[:2], *CODE[1:]]
+    assert [load for load in LOADS if rounds(*load, PACED)] == CODE
     assert [load for load in LOADS if len(rounds(*load, "auto")) >= 5] == [("dsv2lite", "code")]
     assert (
-        "fixed policies but `full_and_piecewise` on the three larger models, other than on DeepSeek-V2-Lite's code "
-        f"trace; `{PACED}` on any other load, or by the rule since 7d92e5a; any other policy with shorter steps; five "
-        "rounds, as were wanted, of any other load."
+        "fixed policies but `full_and_piecewise` on the three larger models, other than on the code trace, and there "
+        f"in more than one round on the Llamas; `{PACED}` on the conversation trace, or on DeepSeek-V2-Lite by the "
+        "rule since 7d92e5a; any other policy with shorter steps; five rounds, as were wanted, of any load but "
+        "DeepSeek-V2-Lite's code trace."
     ) in WORDS
     table_of_benchmarks = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     (row,) = [line for line in table_of_benchmarks.splitlines() if line.startswith("| `gpu.end_to_end` |")]
     assert f"what do shorter steps give and cost (`{PACED}`)? |" in row
     shorter = over_another("dsv2lite", "code", PACED, "full_and_piecewise", "gap_p99_us")[0]
     assert (
-        "of the seven of `h200/raw/end_to_end_*.json` that the page names for it, not of all: no more than by "
-        "`full_and_piecewise`, which wasn't served with shorter steps; by these gaps at p99 are "
+        "of the nine of `h200/raw/end_to_end_*.json` that the page names for it, not of all: no more than by "
+        "`full_and_piecewise`, which wasn't served with shorter steps; by these gaps at p99 of DeepSeek-V2-Lite are "
         f"{shorter:.2f} times as short, see"
     ) in row
 
@@ -285,11 +297,15 @@ def test_what_shorter_steps_are_is_told() -> None:
         "costs the prompts in line take so no longer than by vLLM's rule in full steps, less 5%, or by the best way "
         "for them, whichever is longer (`kpolicy run --objective 1:1:1 --pace vllm`, "
         "[how](simulate.md#how-long-a-step-is)). So what graphs gain over vLLM's rule goes into the gaps. It was "
-        "served on DeepSeek-V2-Lite's code trace alone, and no other policy was paced. These rounds are by the rule of "
-        "9f1a315; since then (7d92e5a) it keeps what the first prompt has when graphs or costs change and counts a "
-        "preempted request as another, and wasn't served again. Plain `auto` ended the run with a table that had been "
-        "corrected once, the paced one with that of calibration."
+        "served on the code trace of all four models, and no other policy was paced. DeepSeek-V2-Lite's rounds are by "
+        "the rule of 9f1a315; the others' by that since 7d92e5a, which keeps what the first prompt has when graphs or "
+        "costs change and counts a preempted request as another. In DeepSeek-V2-Lite's run plain `auto` ended with a "
+        "table that had been corrected once, the paced one with that of calibration; in the other three both had "
+        "tables of the same name."
     ) in WORDS
+    for model, _ in LATEST:
+        tables = read(f"raw/end_to_end_{model}_code")["costs"]
+        assert tables["auto"] == tables[PACED]
     costs = read("raw/end_to_end_dsv2lite_code")["costs"]
     assert costs["auto"] == f"{costs[PACED]}, corrected 1"
     simulate = (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
@@ -302,33 +318,133 @@ def test_what_shorter_steps_are_is_told() -> None:
 
 def test_what_was_wanted_of_the_code_trace_is_told() -> None:
     """1.3 in tokens or in gaps: by which `auto` it is reached with its interval, and by which in the mean."""
-    small, larger = (by_load("auto")[newest(model, "code")] for model in ("qwen05b", "dsv2lite"))
-    (tokens, gaps), (fewer, longer) = ((at["tokens_per_s"], at["gap_p99_us"]) for at in (small, larger))
-    assert tokens["ratio_low"] < 1.3 < tokens["ratio_to_vllm_replica"]
-    assert gaps["ratio_low"] > 1.3
-    paced = by_load(PACED)[newest("dsv2lite", "code")]
-    assert longer["ratio_low"] < 1.3 < longer["ratio_to_vllm_replica"]
-    assert paced["gap_p99_us"]["ratio_low"] > 1.3
-    assert max(at["tokens_per_s"]["ratio_high"] for at in (larger, paced)) < 1.3
-    llamas = [by_load("auto")[newest(model, "code")] for model in ("llama8b", "llama1b")]
-    assert max(at[figure]["ratio_high"] for at in llamas for figure in ("tokens_per_s", "gap_p99_us")) < 1.3
+    plain, paced = ({model: by_load(policy)[newest(model, "code")] for model in MODELS} for policy in ("auto", PACED))
+    for at, whole, mean in (
+        (plain, [("qwen05b", "tokens_per_s")],
+         [("qwen05b", "gap_p99_us"), ("dsv2lite", "gap_p99_us"), ("llama1b", "gap_p99_us")]),
+        (paced, [("qwen05b", "gap_p99_us"), ("dsv2lite", "gap_p99_us")],
+         [("qwen05b", "tokens_per_s"), ("llama1b", "gap_p99_us")]),
+    ):  # fmt: skip
+        both = [(model, figure) for model in MODELS for figure in ("tokens_per_s", "gap_p99_us")]
+        assert [each for each in both if at[each[0]][each[1]]["ratio_low"] >= 1.3] == whole
+        assert [
+            each for each in both if each not in whole and at[each[0]][each[1]]["ratio_to_vllm_replica"] >= 1.3
+        ] == mean
+    assert plain["llama8b"]["gap_p99_us"]["ratio_high"] < 1.3
+    assert paced["llama8b"]["gap_p99_us"]["ratio_high"] < 1.3
+    low = plain["qwen05b"]["gap_p99_us"]["ratio_low"]
+    assert 1.29 < low < 1.3
     assert (
         "**Wanted: 1.3 in tokens a second or in gaps at p99, on the code trace at saturation. Reached with the whole "
-        f"interval on Qwen2.5-0.5B by plain `auto`, and on DeepSeek-V2-Lite by `{PACED}`, whose gaps at p99 are "
-        f"{interval(paced['gap_p99_us'])} times as short. Plain `auto`'s are {interval(longer)} times as short there: "
-        "in the mean it is reached, and the interval begins below 1.3.** In tokens a second neither reaches it there, "
-        f"{interval(fewer)} and {interval(paced['tokens_per_s'])} times. On the two Llamas it isn't reached in either "
-        "figure."
+        "interval on Qwen2.5-0.5B, by plain `auto` in tokens a second, "
+        f"{interval(plain['qwen05b']['tokens_per_s'])} times, and by `{PACED}` in gaps at p99; on DeepSeek-V2-Lite by "
+        f"`{PACED}`, whose gaps at p99 are {interval(paced['dsv2lite']['gap_p99_us'])} times as short. Plain `auto`'s "
+        f"are {interval(plain['dsv2lite']['gap_p99_us'])} times as short there and "
+        f"{interval(plain['llama1b']['gap_p99_us'])} times on Llama-3.2-1B: in the mean it is reached on both, and the "
+        "intervals begin below 1.3. On Llama-3.1-8B it is reached in neither figure by neither.** In tokens a second "
+        "it isn't reached on the three larger models: "
+        f"{interval(plain['dsv2lite']['tokens_per_s'])} and {interval(paced['dsv2lite']['tokens_per_s'])} times on "
+        f"DeepSeek-V2-Lite, {interval(plain['llama1b']['tokens_per_s'])} and "
+        f"{interval(paced['llama1b']['tokens_per_s'])} on Llama-3.2-1B, {interval(plain['llama8b']['tokens_per_s'])} "
+        f"and {interval(paced['llama8b']['tokens_per_s'])} on Llama-3.1-8B (plain `auto` and `{PACED}`)."
     ) in WORDS
-    mine, theirs = (rounds("qwen05b", "code", policy) for policy in ("auto", "vllm"))
-    each = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(mine, theirs, strict=True)]
-    hosts = [cell["host_us"] for cell in theirs]
-    slow = hosts.pop(1)
+    load = ("qwen05b", "code")
+    tokens, gaps = plain["qwen05b"]["tokens_per_s"], plain["qwen05b"]["gap_p99_us"]
+    each = [f"{ratio:.2f}" for ratio in each_over_another(*load, "auto", "vllm", "tokens_per_s")]
+    longer = [f"{ratio:.2f}" for ratio in each_over_another(*load, "auto", "vllm", "gap_p99_us")]
+    own, theirs = ([cell["gap_p99_us"] for cell in rounds(*load, policy)] for policy in ("auto", "vllm"))
+    hosts = [cell["host_us"] for cell in rounds(*load, "vllm")]
+    medians = [cell["gap_p50_us"] for cell in rounds(*load, "auto")]
+    older = {policy: earlier_code("qwen05b", "", policy) for policy in ("auto", "vllm")}
+    assert two(tokens) == "1.46"
+    eager = [cell["gap_p99_us"] for cell in rounds(*load, "eager")]
     assert (
-        f"**Qwen2.5-0.5B**: {interval(tokens)} times the tokens a second, where the interval of four rounds begins "
-        f"below 1.3, and gaps at p99 {interval(gaps)} times as short, where it doesn't. Tokens by round: "
-        f"{told_by_round([f'{ratio:.2f}' for ratio in each])}; before the replica's second round the host was slow "
-        f"(`host_us` {slow:.0f}, {min(hosts):.0f} to {max(hosts):.0f} before its others)."
+        f"**Qwen2.5-0.5B**: {interval(tokens)} times the tokens a second, by round {told_by_round(each)}, and gaps at "
+        f"p99 {interval(gaps)} times as short, where the interval of four rounds begins just below 1.3 ({low:.3f}). "
+        f"The replica's gaps at p99 are {told_by_round([ms(us) for us in theirs])} ms by round, `auto`'s "
+        f"{least_and_most(own)}: {told_by_round(longer)} times. As on DeepSeek-V2-Lite it is the replica's that vary, "
+        f"and `eager`'s ({least_and_most(eager)}); fixed work before its rounds took "
+        f"{min(hosts):.0f} to {max(hosts):.0f} us and doesn't tell it. **Median gaps are erratic**: `auto`'s "
+        f"{told_by_round([ms(us) for us in medians])} ms by round, {interval(plain['qwen05b']['gap_p50_us'])} times as "
+        f"short as the replica's. [In the run before](#runs-before), at 43ebfb8, tokens a second were "
+        f"{interval(older['auto']['tokens_per_s'])} times the replica's, whose interval begins below 1.3, for 1.46 "
+        "now: "
+        "`auto` has "
+        f"{tokens['value']:,.0f} for {older['auto']['tokens_per_s']['value']:,.0f}, the replica "
+        f"{by_load('vllm')[newest(*load)]['tokens_per_s']['value']:,.0f} for "
+        f"{older['vllm']['tokens_per_s']['value']:,.0f}, so that a good half of the difference is that the replica is "
+        "slower."
+    ) in WORDS
+    now, was = (
+        {policy: {figure: row["value"] for row in rows if (row["trace"], row["policy"]) == ("code", policy)
+                  for figure in [row["figure"]]} for policy in ("auto", "vllm")}
+        for rows in (summarise(read(f"raw/end_to_end_llama1b{name}")) for name in ("_code", ""))
+    )  # fmt: skip
+    load = ("llama1b", "code")
+    own, theirs = ([cell["gap_p99_us"] for cell in rounds(*load, policy)] for policy in ("auto", "vllm"))
+    before = earlier_code("llama1b", "", "auto")
+    assert (
+        f"**Llama-3.2-1B, plain `auto`**: the replica's gaps at p99 are {told_by_round([ms(us) for us in theirs])} ms "
+        f"by round, `auto`'s {least_and_most(own)}. [In the run before](#runs-before), at 43ebfb8, they were "
+        f"{interval(before['gap_p99_us'])} times as short, and tokens a second {interval(before['tokens_per_s'])} "
+        "times. **`auto` isn't quicker than it was, the replica is slower**: gaps at p99 and tokens a second of `auto` "
+        f"are {ms(now['auto']['gap_p99_us'])} ms for {ms(was['auto']['gap_p99_us'])} and "
+        f"{now['auto']['tokens_per_s']:,.0f} for {was['auto']['tokens_per_s']:,.0f}, the replica's "
+        f"{ms(now['vllm']['gap_p99_us'])} ms for {ms(was['vllm']['gap_p99_us'])} and "
+        f"{now['vllm']['tokens_per_s']:,.0f} for {was['vllm']['tokens_per_s']:,.0f}. It ran 153 steps eagerly in each "
+        "round, which the host launches, and this host had other benchmarks on its other cores."
+    ) in WORDS
+    assert {cell["steps"]["eager"] for cell in rounds(*load, "vllm")} == {153}
+
+
+def earlier_code(model: str, name: str, policy: str) -> dict[str, dict[str, Any]]:
+    """A policy's figures of an older run of a model's code trace."""
+    rows = summarise(read(f"raw/end_to_end_{model}{name}"))
+    return {row["figure"]: row for row in rows if (row["trace"], row["policy"]) == ("code", policy)}
+
+
+def test_shorter_steps_of_the_other_models_are_told() -> None:
+    """Over the replica, plain `auto` and `full_and_piecewise`: on one model they give shorter gaps, on two hardly."""
+    for model, _ in LATEST:
+        own = by_load(PACED)[newest(model, "code")]
+        assert not any(row["ratio_to_vllm_replica"] < LEAST for row in own.values())
+    cells = {model: by_load(PACED)[newest(model, "code")] for model in MODELS}
+    low = [(model, figure) for model in MODELS for figure in BETTER_UP if cells[model][figure]["ratio_low"] < LEAST]
+    assert low == [("llama8b", "gap_p50_us"), ("llama1b", "ttft_p50_us")]
+
+    def over_auto(model: str, figure: str) -> str:
+        """How many times better than plain `auto`'s."""
+        return with_interval(over_another(model, "code", PACED, "auto", figure))
+
+    def longer(model: str, figure: str) -> str:
+        """How many times as long as plain `auto`'s."""
+        return with_interval(over_another(model, "code", "auto", PACED, figure))
+
+    shorter = [with_interval(over_another("qwen05b", "code", PACED, other, "gap_p99_us"))
+               for other in ("sglang", "full_and_piecewise")]  # fmt: skip
+    assert (
+        f"**Qwen2.5-0.5B, `{PACED}`**: gaps at p99 {interval(cells['qwen05b']['gap_p99_us'])} times as short as the "
+        f"replica's, at {interval(cells['qwen05b']['tokens_per_s'])} times its tokens a second. Over plain `auto` gaps "
+        f"at p99 are {over_auto('qwen05b', 'gap_p99_us')} times as short, for {over_auto('qwen05b', 'tokens_per_s')} "
+        f"times the tokens a second and first tokens {longer('qwen05b', 'ttft_p50_us')} times as late at p50; over the "
+        f"replica of SGLang and `full_and_piecewise` {shorter[0]} and {shorter[1]} times."
+    ) in WORDS
+    large = over_another("llama8b", "code", PACED, "auto", "gap_p99_us")
+    assert large[2] < 1
+    assert (
+        f"**On the Llamas shorter steps give next to nothing.** Llama-3.2-1B's gaps at p99 are "
+        f"{interval(cells['llama1b']['gap_p99_us'])} times as short as the replica's, "
+        f"{over_auto('llama1b', 'gap_p99_us')} times as plain `auto`'s, first tokens "
+        f"{longer('llama1b', 'ttft_p50_us')} times as late at p50 and median gaps {longer('llama1b', 'gap_p50_us')} "
+        f"times as long. Llama-3.1-8B's are {interval(cells['llama8b']['gap_p99_us'])} times as short as the replica's "
+        f"and {100 * (1 - large[0]):.1f}% longer than plain `auto`'s, by the whole interval: as it seems, graphs win "
+        "so little over "
+        "vLLM's rule there that its bound leaves hardly any room."
+    ) in WORDS
+    assert (
+        f"**Over the replica no figure of `{PACED}` is below 0.99 on any of the four models. Of 24 intervals two begin "
+        f"there**: times to first token at p50 of Llama-3.2-1B, {interval(cells['llama1b']['ttft_p50_us'])}, and "
+        f"median gaps of Llama-3.1-8B, {interval(cells['llama8b']['gap_p50_us'])}."
     ) in WORDS
 
 
@@ -421,7 +537,8 @@ def test_what_shorter_steps_give_and_cost_is_told() -> None:
     assert sum(map(len, by_figure.values())) == 42
     early, later = below.values()
     assert (
-        f"**Over the replica no figure of `{PACED}` is below 0.99, nor does an interval begin there.** The least is "
+        f"On DeepSeek-V2-Lite no figure of `{PACED}` is below 0.99 over the replica, nor does an interval begin "
+        "there. The least is "
         f"tokens a second, {two(own['tokens_per_s'])}, and the interval that begins lowest is that of times to first "
         f"token at p50, {interval(own['ttft_p50_us'])}. By round two of 42 are below it: in the first, in which the "
         f"replica was quickest, first tokens came {early:.2f} times as early as its at p50 and {later:.2f} times at "
@@ -486,7 +603,7 @@ def three(row: dict[str, Any]) -> str:
 
 def test_figures_below_the_replicas_are_told() -> None:
     """Means below 0.99, of which there are none, the least ones, and how many intervals begin there."""
-    figures, replica, before = in_all(), by_load("vllm"), first_of_the_8b("auto", "gap_p50_us")
+    figures, replica = in_all(), by_load("vllm")
     assert not any(row["ratio_to_vllm_replica"] < LEAST for row in figures)
     assert not any("**" in line for line in over_the_replica())
     assert "and its 95% interval, in bold below 0.99, of which there is none." in WORDS
@@ -494,8 +611,8 @@ def test_figures_below_the_replicas_are_told() -> None:
     medians = [by_load("auto")[title]["gap_p50_us"] for title in titles]
     theirs = [replica[title]["gap_p50_us"] for title in titles]
     code, talk = medians
-    least, second = sorted(figures, key=lambda row: row["ratio_to_vllm_replica"])[:2]
-    assert least == code
+    least, second, third = sorted(figures, key=lambda row: row["ratio_to_vllm_replica"])[:3]
+    assert (least, third) == (code, talk)
     assert (second["model"], second["trace"], second["figure"]) == ("llama8b", "code", "tokens_per_s")
     each = [
         told_by_round([
@@ -511,23 +628,21 @@ def test_figures_below_the_replicas_are_told() -> None:
     assert (
         f"**Wanted: no figure below 0.99. By means that holds now, by intervals it isn't shown.** The least of "
         f"{len(figures)} is {interval(code, 3)}, Llama-3.1-8B's median gaps on the code trace ({ms(code['value'])} ms "
-        f"for {ms(theirs[0]['value'])}); then come its tokens a second there, {three(second)}. On the conversation "
-        f"trace its median gaps are {interval(talk, 3)} times as short ({ms(talk['value'])} ms for "
-        f"{ms(theirs[1]['value'])}). By round they are {each[0]}, and {each[1]}; the replica of SGLang has {sglang} in "
-        f"the mean, `full_and_piecewise` {fixed}."
+        f"for {ms(theirs[0]['value'])}); then come its tokens a second there, {three(second)}, and its median gaps on "
+        f"the conversation trace, {interval(talk, 3)} ({ms(talk['value'])} ms for {ms(theirs[1]['value'])}). By round "
+        f"these gaps are {each[0]}, and {each[1]}; the replica of SGLang has {sglang} in the mean, "
+        f"`full_and_piecewise` {fixed}."
     ) in WORDS
-    older = [row for row in figures if row["date"] == DAY]
+    before = first_of_the_8b("auto", "gap_p50_us")
+    between = earlier_code("llama8b", "_second", "auto")["gap_p50_us"]
+    older = [row for row in figures if row["date"] == EARLIER]
     assert all(row["ratio_to_vllm_replica"] < LEAST for row in before)
     assert all(was["ratio_high"] > now["ratio_low"] for was, now in zip(before, medians, strict=True))
-    assert {was["served"] for was in before} == {100}
-    assert talk["served"] == 120
     assert (
-        f"**In [the run before](#runs-before) these two were below it, {' and '.join(map(three, before))}**; since "
-        "then only their model and DeepSeek-V2-Lite's code trace were served again, and "
-        f"{len(older)} of {len(figures)} figures are still those of 43ebfb8. "
-        "Why they aren't below it now isn't known. Decode attention, calibration, day and the host's speed are "
-        "others, `benchmarks.quiet` is lacking, and the conversation trace has 120 requests for 100; the two runs' "
-        "intervals overlap, too."
+        f"**At 43ebfb8 these two were below it, {' and '.join(map(three, before))}**; at 95234a3 the code trace's were "
+        f"{interval(between, 3)}. {len(older)} of {len(figures)} figures are still those of 43ebfb8. "
+        "Why these two aren't below it now isn't known. Decode attention, calibration, day and the host's speed are "
+        "others, and the conversation trace has 120 requests for 100; the runs' intervals overlap, too."
     ) in WORDS
     with_one = [row for row in figures if row["ratio_low"] is not None]
     wide = [row for row in with_one if row["ratio_low"] < LEAST]
@@ -542,11 +657,11 @@ def test_figures_below_the_replicas_are_told() -> None:
         f"The interval begins below 0.99 in {len(wide)} of {len(with_one)} figures that have one: all {len(both)} of "
         f"the one load with two rounds, DeepSeek-V2-Lite's conversation trace, and {len(talks)} of Llama-3.1-8B's "
         "conversation trace, all but times to first token at p99. The others: median gaps of Llama-3.1-8B's code "
-        "trace, times to first token at p50 and gaps at p99 of Llama-3.2-1B's conversation trace."
+        "trace, times to first token at p50 of both traces of Llama-3.2-1B, and gaps at p99 of its conversation trace."
     ) in WORDS
     assert [(row["model"], row["trace"], row["figure"]) for row in wide if row not in both and row not in talks] == [
-        ("llama8b", "code", "gap_p50_us"), ("llama1b", "conversation", "ttft_p50_us"),
-        ("llama1b", "conversation", "gap_p99_us"),
+        ("llama8b", "code", "gap_p50_us"), ("llama1b", "code", "ttft_p50_us"),
+        ("llama1b", "conversation", "ttft_p50_us"), ("llama1b", "conversation", "gap_p99_us"),
     ]  # fmt: skip
 
 
@@ -565,15 +680,23 @@ def test_auto_is_held_against_others() -> None:
     }
     between = {other: f"{min(each):.3f} to {max(each):.3f}" for other, each in shares.items()}
     eager = [cell["steps"]["eager"] for load in LOADS for cell in rounds(*load, "vllm")]
+    told_of = {
+        model: f"{told('tokens_per_s', model)} times the tokens a second and {told('gap_p99_us', model)} times as "
+        f"short gaps at p99 with {MODELS[model]}"
+        for model in MODELS
+    }
     assert (
-        f"The replica of SGLang and `full_and_piecewise` have on the code trace {told('tokens_per_s', 'qwen05b')} "
-        f"times the tokens a second of the replica of vLLM's rule with the 0.5B and {told('tokens_per_s', 'dsv2lite')} "
-        f"with DeepSeek-V2-Lite, gaps at p99 {told('gap_p99_us', 'qwen05b')} and {told('gap_p99_us', 'dsv2lite')} "
-        "times as short: as much as plain `auto`. Over the eight loads `auto`'s tokens a second are "
+        "The replica of SGLang and `full_and_piecewise` have on the code trace, over the replica of vLLM's rule, "
+        f"{told_of['qwen05b']}, {told_of['dsv2lite']}, {told_of['llama1b']} and {told_of['llama8b']}: about as much as "
+        "plain `auto`. Over the eight loads `auto`'s tokens a second are "
         f"{between['sglang']} of the replica of SGLang's and {between['full_and_piecewise']} of "
-        f"`full_and_piecewise`'s. vLLM's rule runs what has more than 512 tokens eagerly, {min(eager)} to {max(eager)} "
+        f"`full_and_piecewise`'s; the most is on the 0.5B's code trace, both with an interval that begins below 1. "
+        f"vLLM's rule runs what has more than 512 tokens eagerly, {min(eager)} to {max(eager)} "
         "steps a round, and eager code of transformers launches slowly."
     ) in WORDS
+    for other, each in shares.items():
+        assert max(each) == each[0]
+        assert over_another("qwen05b", "code", "auto", other, "tokens_per_s")[1] < 1
     steps = [cell["steps"] for load in LOADS for cell in rounds(*load, "auto")]
     assert {mode for each in steps for mode in each} == {"full", "piecewise", "eager"}
     assert (
@@ -583,8 +706,10 @@ def test_auto_is_held_against_others() -> None:
     shorter = {other: over_another("dsv2lite", "code", PACED, other, "gap_p99_us") for other in shares}
     beyond = [with_interval(each) for each in shorter.values()]
     assert (
-        f"Shorter steps go beyond that: gaps at p99 of `{PACED}` are {beyond[0]} times as short as the replica of "
-        f"SGLang's and {beyond[1]} times as `full_and_piecewise`'s. No other policy was served with shorter steps, so "
+        f"Shorter steps go beyond that on two models, the 0.5B as above: on DeepSeek-V2-Lite gaps at p99 of `{PACED}` "
+        f"are {beyond[0]} "
+        f"times as short as the replica of SGLang's and {beyond[1]} times as `full_and_piecewise`'s. No other policy "
+        "was served with shorter steps, so "
         "this is the steps', not `auto`'s choosing."
     ) in WORDS
     for other in shares:
@@ -594,6 +719,8 @@ def test_auto_is_held_against_others() -> None:
 
 
 OTHERS = ("sglang", "full_and_piecewise", *FIXED)
+NAMES = {"vllm": "the replica of vLLM's rule", "sglang": "the replica of SGLang", "auto": "`auto`",
+         "full_and_piecewise": "`full_and_piecewise`"}  # fmt: skip
 
 
 def test_what_is_better_than_auto_is_told() -> None:
@@ -610,9 +737,10 @@ def test_what_is_better_than_auto_is_told() -> None:
         ("dsv2lite", "code", "full_and_piecewise", "gap_p50_us"),
         ("dsv2lite", "conversation", "full_and_piecewise", "tokens_per_s"),
         ("llama8b", "conversation", "sglang", "gap_p50_us"),
+        ("llama1b", "code", "sglang", "tokens_per_s"),
     ]
-    median, tokens, gaps = better.values()
-    assert [len(rounds(*load, "auto")) for load in (LOADS[2], LOADS[3], LOADS[5])] == [7, 2, 3]
+    median, tokens, gaps, small = better.values()
+    assert [len(rounds(*load, "auto")) for load in (LOADS[2], LOADS[3], LOADS[5], LOADS[6])] == [7, 2, 3, 3]
     one = {
         other: [means["qwen05b", "conversation", other, figure][0] for figure in BETTER_UP]
         for other in ("full", "full_and_piecewise")
@@ -625,23 +753,50 @@ def test_what_is_better_than_auto_is_told() -> None:
         ("dsv2lite", "code", "full_and_piecewise", "gap_p50_us"),
         ("dsv2lite", "code", "sglang", "gap_p50_us"),
         ("dsv2lite", "conversation", "full_and_piecewise", "ttft_p99_us"),
-        ("llama1b", "code", "sglang", "ttft_p50_us"),
-        ("qwen05b", "code", "full_and_piecewise", "ttft_p50_us"),
+        ("llama1b", "code", "full_and_piecewise", "ttft_p50_us"),
+        ("llama1b", "code", "full_and_piecewise", "gap_p99_us"),
     ]
-    (waits,) = {f"{means[each][0]:.2f}" for each in most[3:6]}
-    assert f"{means[most[6]][0]:.2f}" < waits
+    (waits,) = {f"{means[each][0]:.2f}" for each in most[3:5]}
+    late = means[most[5]]
+    assert f"{late[0]:.2f}" < waits
     by_split, by_sglang = (means[most[at]] for at in (0, 2))
     assert (
-        "**Where others are better than plain `auto`.** With their whole interval three figures are: median gaps of "
+        "**Where others are better than plain `auto`.** With their whole interval four figures are: median gaps of "
         f"DeepSeek-V2-Lite's code trace by `full_and_piecewise`, **{with_interval(median)} times as short**, seven "
         f"rounds; tokens a second of its conversation trace by `full_and_piecewise`, by {tokens[0] - 1:.1%}, two "
-        "rounds; and median gaps of Llama-3.1-8B's conversation trace by the replica of SGLang, by "
-        f"{gaps[0] - 1:.1%}, three "
-        "rounds. In the mean, of loads with more than one round, two more are better by over 3%, both median gaps of "
-        f"DeepSeek-V2-Lite's code trace: {with_interval(by_split)} times as short by `split`, three rounds, and "
-        f"{with_interval(by_sglang)} times by the replica of SGLang. Then come first tokens {waits} times as early: "
-        "`full_and_piecewise`'s at p99 on DeepSeek-V2-Lite's conversation trace and at p50 on the 0.5B's code trace, "
-        "and the replica of SGLang's at p50 on Llama-3.2-1B's code trace."
+        "rounds; median gaps of Llama-3.1-8B's conversation trace by the replica of SGLang, by "
+        f"{gaps[0] - 1:.1%}, and tokens a second of Llama-3.2-1B's code trace by the same, by {small[0] - 1:.1%}, "
+        "three "
+        "rounds each. In the mean, of loads with more than one round, two more are better by over 3%, both median gaps "
+        f"of DeepSeek-V2-Lite's code trace: {with_interval(by_split)} times as short by `split`, three rounds, and "
+        f"{with_interval(by_sglang)} times by the replica of SGLang. Then come first tokens {waits} times as early, "
+        "both by `full_and_piecewise`: at p99 on DeepSeek-V2-Lite's conversation trace and at p50 on Llama-3.2-1B's "
+        f"code trace, whose gaps at p99 are {with_interval(late)} times as short by it."
+    ) in WORDS
+    spread = {
+        model: ", ".join(
+            f"{NAMES[policy]} {least_and_most([cell['gap_p50_us'] for cell in rounds(model, 'code', policy)])}"
+            for policy in ("auto", "full_and_piecewise", "sglang", "vllm")
+        )
+        for model in ("qwen05b", "llama1b", "llama8b")
+    }
+    medians = {
+        model: " and ".join(
+            with_interval(over_another(model, "code", other, "auto", "gap_p50_us"))
+            for other in ("full_and_piecewise", "sglang")
+        )
+        for model in ("qwen05b", "llama1b", "llama8b")
+    }
+    by_full = means["llama1b", "code", "full", "gap_p50_us"][0]
+    assert (
+        "**Median gaps of the small models are erratic**: by round, in ms, on the 0.5B's code trace "
+        f"{spread['qwen05b']}, "
+        f"on Llama-3.2-1B's {spread['llama1b']}, on Llama-3.1-8B's {spread['llama8b']}. `full_and_piecewise`'s and the "
+        f"replica of SGLang's are {medians['qwen05b']}, {medians['llama1b']}, and {medians['llama8b']} times as short "
+        "as "
+        f"`auto`'s: nothing is shown by them. In the one round of `full` on Llama-3.2-1B they are {by_full:.2f} times "
+        "as "
+        "short."
     ) in WORDS
     alike = ("auto", "full_and_piecewise", "sglang")
     ours, fixed, theirs = (
@@ -716,6 +871,49 @@ def test_fixed_policies_of_the_larger_model_are_told() -> None:
     ) in WORDS
 
 
+def test_fixed_policies_of_the_other_models_are_told() -> None:
+    """The 0.5B's four rounds and the Llamas' one: over the replica, and what is better or worse than plain `auto`."""
+
+    def told(model: str, policy: str) -> str:
+        at = by_load(policy)[newest(model, "code")]
+        return " and ".join(two(at[figure]) for figure in ("tokens_per_s", "gap_p99_us"))
+
+    against = {
+        (model, policy, figure): over_another(model, "code", policy, "auto", figure)
+        for model, _ in LATEST for policy in FIXED for figure in BETTER_UP
+    }  # fmt: skip
+    small = {policy: [figure for figure in BETTER_UP if against["qwen05b", policy, figure][2] < 1] for policy in FIXED}
+    assert small == {
+        "piecewise": ["tokens_per_s", "gap_p50_us"], "full": [], "split": [*BETTER_UP], "eager": [*BETTER_UP],
+    }  # fmt: skip
+    better = [each for each, (middle, _, _) in against.items() if middle > 1]
+    assert better == [
+        ("llama8b", "full", "gap_p50_us"),
+        ("llama8b", "split", "gap_p50_us"),
+        ("llama1b", "piecewise", "gap_p99_us"),
+        ("llama1b", "full", "gap_p50_us"),
+    ]
+    by = [against[each][0] for each in better]
+    behind = [against["qwen05b", "full", figure][0] for figure in BETTER_UP]
+    plain = {model: [each_over_another(model, "code", "auto", "vllm", figure)[0]
+                     for figure in ("tokens_per_s", "gap_p99_us")] for model in ("llama8b", "llama1b")}  # fmt: skip
+    assert (
+        f"**Fixed policies on the other code traces.** On the 0.5B's, four rounds, in tokens a second and gaps at p99 "
+        f"over the replica: `full` {told('qwen05b', 'full')}, `piecewise` {told('qwen05b', 'piecewise')}, `split` "
+        f"{told('qwen05b', 'split')}, `eager` {told('qwen05b', 'eager')}. `split` and `eager` are worse than `auto` in "
+        "all six figures by the whole interval, `piecewise` in tokens a second and median gaps, `full` in none, and in "
+        f"the mean it is {min(behind):.2f} to {max(behind):.2f} of `auto`. On the Llamas' there is one round: "
+        f"Llama-3.2-1B `full` {told('llama1b', 'full')}, `piecewise` {told('llama1b', 'piecewise')}, `split` "
+        f"{told('llama1b', 'split')} and `eager` {told('llama1b', 'eager')}, `auto` {plain['llama1b'][0]:.2f} and "
+        f"{plain['llama1b'][1]:.2f} in that round; Llama-3.1-8B {told('llama8b', 'full')}, "
+        f"{told('llama8b', 'piecewise')}, {told('llama8b', 'split')} and {told('llama8b', 'eager')}, `auto` "
+        f"{plain['llama8b'][0]:.2f} and {plain['llama8b'][1]:.2f}. There median gaps are {by[3]:.2f} times as short as "
+        f"`auto`'s by `full` on Llama-3.2-1B, {by[0]:.3f} and {by[1]:.3f} times by `full` and `split` on Llama-3.1-8B, "
+        f"and `piecewise`'s gaps at p99 {by[2]:.3f} times on Llama-3.2-1B; in every other figure `auto` is as good or "
+        "better."
+    ) in WORDS
+
+
 def least_and_most(us: list[float]) -> str:
     """Milliseconds of the least and of the most."""
     return f"{ms(min(us))} to {ms(max(us))}"
@@ -742,32 +940,37 @@ def test_what_the_measure_is_is_told() -> None:
     assert len(hosts) == sum(row["repeats"] for row in read("end_to_end")
                              if row["figure"] == "gap_p50_us" and row["date"] != "2026-11-28")  # fmt: skip
     slow = {load: [name for name, us in each.items() if us > 400] for load, each in before.items()}
-    assert not any(395 < us < 440 for us in hosts)
-    mixture, code, talk = (slow[load] for load in SERVED_LATER)
-    of_mixture, of_code, of_talk = (len(before[load]) for load in SERVED_LATER)
+    counted = {load: f"{len(slow[load])} of the {len(before[load])}" for load in LOADS}
+    small, dense, large = (slow[load] for load in LATEST)
+    mixture = slow["dsv2lite", "code"]
     assert (
         f"Fixed work before each round took {min(hosts):.0f} to {max(hosts):.0f} us (`host_us`), over 400 before "
-        f"{sum(map(len, slow.values()))} of {len(hosts)} rounds, {len(code)} of them of the {of_code} "
-        "of Llama-3.1-8B's code trace (all three of the replica of SGLang, first and third of the replica of vLLM's "
-        f"rule, the first of `auto` and of `full_and_piecewise`), {len(talk)} of the {of_talk} of its "
-        f"conversation trace and {len(mixture)} of the {of_mixture} of DeepSeek-V2-Lite's code trace (first and second "
-        f"of `piecewise`, second and fifth of `{PACED}`, the first of `eager`, the second of the replica of SGLang and "
-        "the third of `full`)."
+        f"{sum(map(len, slow.values()))} of {len(hosts)} rounds, {counted['qwen05b', 'code']} of the 0.5B's code trace "
+        f"(first of `full_and_piecewise`, `piecewise` and `{PACED}`, second of `full` and `eager`), "
+        f"{counted['llama8b', 'code']} of Llama-3.1-8B's (first of the replica of SGLang, `{PACED}` and `full`, second "
+        f"of the replica of vLLM's rule), {counted['llama1b', 'code']} of Llama-3.2-1B's (first of the replica of "
+        f"SGLang and `full`, second of `auto`, third of the replica of vLLM's rule, `full_and_piecewise` and "
+        f"`{PACED}`) and {counted['dsv2lite', 'code']} of DeepSeek-V2-Lite's (first and second of `piecewise`, second "
+        f"and fifth of `{PACED}`, the first of `eager`, the second of the replica of SGLang and the third of `full`)."
     ) in WORDS
-    assert {name.removeprefix("code saturated/") for name in code} == {
-        "0/sglang", "1/sglang", "2/sglang", "0/vllm", "2/vllm", "0/auto", "0/full_and_piecewise",
-    }  # fmt: skip
-    assert {name.removeprefix("code saturated/") for name in mixture} == {
-        "0/piecewise", "1/piecewise", f"1/{PACED}", f"4/{PACED}", "0/eager", "1/sglang", "2/full",
-    }  # fmt: skip
-    noise = [read(f"raw/end_to_end_{run}")["host_noise"]["slow"] for run in (*RUNS["llama8b"], "dsv2lite_code")]
+    for found, names in (
+        (small, {"0/full_and_piecewise", "0/piecewise", f"0/{PACED}", "1/full", "1/eager"}),
+        (dense, {"0/sglang", f"0/{PACED}", "0/full", "1/vllm"}),
+        (large, {"0/sglang", "0/full", "1/auto", "2/vllm", "2/full_and_piecewise", f"2/{PACED}"}),
+        (mixture, {"0/piecewise", "1/piecewise", f"1/{PACED}", f"4/{PACED}", "0/eager", "1/sglang", "2/full"}),
+    ):  # fmt: skip
+        assert {name.removeprefix("code saturated/") for name in found} == names
+    noise = [
+        read(f"raw/end_to_end_{run}")["host_noise"]["slow"]
+        for run in ("qwen05b_code", "llama8b_code", "llama1b_code", "dsv2lite_code", "llama8b_conversation")
+    ]
     assert (
-        f"DeepSeek-V2-Lite's of {LATER}, which moved to a quicker core 171 times, as `benchmarks.quiet` printed. "
-        "Llama-3.1-8B's processes ran without it; of fixed work over 2 s before their rounds "
-        f"{noise[0]:.0%} and {noise[1]:.0%} was slow (code and conversation trace), and before DeepSeek-V2-Lite's of "
-        f"that day {noise[2]:.0%} (`host_noise`)."
+        "They moved to a quicker core 47, 63, 46 and 171 times, as `benchmarks.quiet` printed. Of fixed work over 2 s "
+        f"before their rounds {100 * noise[0]:.0f}, {100 * noise[1]:.0f}, {100 * noise[2]:.0f} and {noise[3]:.0%} was "
+        f"slow (`host_noise`), and {noise[4]:.0%} before Llama-3.1-8B's conversation trace, which ran without it."
     ) in WORDS
-    for slow_, looks in ((1224, 5214), (841, 4336), (469, 2838), (394, 3104), (1819, 7810)):
+    for slow_, looks in ((604, 3921), (990, 4554), (496, 2405), (1819, 7810), (1224, 5214), (841, 4336), (469, 2838),
+                         (394, 3104)):  # fmt: skip
         assert f"{slow_ / looks:.0%} ({slow_:,} of {looks:,})" in WORDS
 
 
@@ -800,7 +1003,7 @@ def test_the_conversation_trace_of_the_day_before_is_told() -> None:
         f"`full_and_piecewise`'s {sooner:.0f} at p50 and {last:.0f} for {before:.0f} at p99."
     ) in WORDS
     today, today_gaps = (
-        by_load("auto")["Qwen2.5-0.5B, conversation"][figure]["ratio_to_vllm_replica"]
+        by_load("auto")[newest("qwen05b", "conversation")][figure]["ratio_to_vllm_replica"]
         for figure in ("tokens_per_s", "gap_p99_us")
     )
     (latest,), (quick,) = (rounds("qwen05b", "conversation", policy) for policy in ("vllm", "auto"))
@@ -869,17 +1072,18 @@ def first_of_the_8b(policy: str, figure: str) -> list[dict[str, Any]]:
 def test_the_8bs_run_before_is_told() -> None:
     """Its two median gaps, the only figures below 0.99 of the tables of then."""
     data = read("raw/end_to_end_llama8b_first")
-    assert data["date"] == DAY
+    assert data["date"] == EARLIER
     policies = {name.split("/")[2] for name in whole_rounds(data)}
     assert len(policies) == 4
     medians = {policy: first_of_the_8b(policy, "gap_p50_us") for policy in policies}
     assert [row["repeats"] for row in medians["auto"]] == [3, 2]
     assert {row["served"] for row in medians["auto"]} == {100}
-    then = [row for row in in_all() if (row["model"], row["trace"]) not in SERVED_LATER]
+    then = [row for row in in_all() if (row["model"], row["trace"]) in SERVED_EARLIER]
     then += [row for figure in BETTER_UP for row in first_of_the_8b("auto", figure)]
-    then += [of_larger("auto", figure, "") for figure in BETTER_UP]
+    then += [row for model in ("qwen05b", "dsv2lite", "llama1b") for row in earlier_code(model, "", "auto").values()]
     below = [row for row in then if row["ratio_to_vllm_replica"] < LEAST]
     assert below == medians["auto"]
+    assert len(then) == 48
     tokens = " and ".join(interval(row) for row in first_of_the_8b("auto", "tokens_per_s"))
     gaps = " and ".join(interval(row, 3) for row in medians["auto"])
     (code, talk), theirs = medians["auto"], medians["vllm"]
@@ -891,7 +1095,8 @@ def test_the_8bs_run_before_is_told() -> None:
     ]  # fmt: skip
     hosts = [cell["host_us"] for cell in whole_rounds(data).values()]
     assert (
-        f"Llama-3.1-8B, {data['date']}, 43ebfb8, in the run of the tables' other models, with a limit of 1.0, "
+        f"Llama-3.1-8B, {data['date']}, 43ebfb8, in the run of the tables' other conversation traces, with a limit of "
+        "1.0, "
         "100 requests of each trace, three rounds of the code trace and two of the conversation trace "
         f"(`raw/end_to_end_llama8b_first.json`): {tokens} times the tokens a second, **median gaps {gaps} times as "
         f"short** ({ms(code['value'])} ms for {ms(theirs[0]['value'])}, and {ms(talk['value'])} for "
@@ -900,7 +1105,37 @@ def test_the_8bs_run_before_is_told() -> None:
         f"{ms(min(was))} to {ms(max(was))} ms, and are {ms(min(now))} to {ms(max(now))} in the tables, of another run. "
         f"Fixed work before its rounds took {min(hosts):.0f} to {max(hosts):.0f} us."
     ) in WORDS
-    assert f"`auto` had a limit of 1.25 in all but those of {DAY} and {LATER[-2:]}." in WORDS
+    assert f"`auto` had a limit of 1.25 in all but those of {EARLIER} and {DAY[-2:]}." in WORDS
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "told"),
+    [
+        ("llama8b", "_second", "Llama-3.1-8B, code trace, 2026-11-30, 95234a3, between 01:03 and 01:12 UTC, one "
+         "H200 alone on its host, not under `benchmarks.quiet`, with a limit of 1.0, 100 requests, three rounds"),
+        ("qwen05b", "", "Qwen2.5-0.5B, code trace, 2026-11-29, 43ebfb8, in the run of the tables' conversation trace, "
+         "with a limit of 1.0, 150 requests, four rounds"),
+        ("llama1b", "", "Llama-3.2-1B, code trace, 2026-11-29, 43ebfb8, in the run of the tables' conversation trace, "
+         "with a limit of 1.0, 150 requests, three rounds"),
+    ],
+)  # fmt: skip
+def test_code_traces_served_before_are_told(model: str, name: str, told: str) -> None:
+    """Over the replica in all six figures, and how long its gaps at p99 and `auto`'s were."""
+    rows = earlier_code(model, name, "auto")
+    values = {policy: earlier_code(model, name, policy) for policy in ("auto", "vllm")}
+    both = [" and ".join(two(earlier_code(model, name, policy)[figure]) for figure in ("tokens_per_s", "gap_p99_us"))
+            for policy in ("sglang", "full_and_piecewise")]  # fmt: skip
+    own, theirs = (
+        f"{ms(of['gap_p99_us']['value'])} ms and {of['tokens_per_s']['value']:,.0f} tokens a second"
+        for of in values.values()
+    )
+    assert (
+        f"{told} (`raw/end_to_end_{model}{name}.json`): {interval(rows['tokens_per_s'])} times the tokens a second, "
+        f"{interval(rows['tokens_per_s_arriving'])} arriving, first tokens {interval(rows['ttft_p50_us'])} times as "
+        f"early at p50 and {interval(rows['ttft_p99_us'])} at p99, median gaps {interval(rows['gap_p50_us'])} times as "
+        f"short, gaps at p99 {interval(rows['gap_p99_us'])}; `auto` {own}, the replica {theirs}. The replica of SGLang "
+        f"had {both[0]} in tokens a second and gaps at p99, `full_and_piecewise` {both[1]}."
+    ) in WORDS
 
 
 def of_larger(policy: str, figure: str, name: str) -> dict[str, Any]:
@@ -923,11 +1158,11 @@ def larger_before(policy: str, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "day", "told", "ends"),
     [
-        (BEFORE, LATER, "about 04:07 to 04:10 UTC, d32f9e4, not under `benchmarks.quiet`, with a limit of 1.0, 100 "
+        (BEFORE, DAY, "about 04:07 to 04:10 UTC, d32f9e4, not under `benchmarks.quiet`, with a limit of 1.0, 100 "
          "requests, four rounds (`raw/end_to_end_dsv2lite_code_first.json`)",
          " Of fixed work over 2 s before its rounds {noise:.0%} was slow (`host_noise`)."),
-        ("", DAY, "43ebfb8, in the run of the tables' other models, with a limit of 1.0, 100 requests, four rounds "
-         "(`raw/end_to_end_dsv2lite.json`, whose conversation trace is in the tables)", ""),
+        ("", EARLIER, "43ebfb8, in the run of the tables' other conversation traces, with a limit of 1.0, 100 "
+         "requests, four rounds (`raw/end_to_end_dsv2lite.json`, whose conversation trace is in the tables)", ""),
     ],
 )  # fmt: skip
 def test_the_larger_models_runs_before_with_todays_limit_are_told(name: str, day: str, told: str, ends: str) -> None:
@@ -1210,6 +1445,78 @@ def test_mlas_prompt_attention_is_told_as_its_log_has_it() -> None:
     assert f"False: (({', '.join(str(each) for each in taken.values())})," in code
 
 
+ORDERED = {
+    "2048": "2,048", "2032@3792": "2,032 behind 3,792", "527@6896+1516": "527 behind 6,896, then 1,516",
+    "515@1532+1532": "515 behind 1,532, then 1,532", "300@4700+700": "300 behind 4,700, then 700",
+    "1516+527@6896": "1,516, then 527 behind 6,896", "512@4096": "512 behind 4,096", "128@4096": "128 behind 4,096",
+    "8x256": "eight of 256", "700": "700",
+}  # fmt: skip
+GROUPED = ("0.5B", "1B", "8B")
+
+
+def orders() -> dict[str, dict[str, Any]]:
+    """Prompt attention by which tile begins first: a cell a model and case."""
+    found: dict[str, dict[str, Any]] = read("raw/attention_order")["cells"]
+    return found
+
+
+def of_order() -> list[str]:
+    """A row a case: us a layer before and after, and what it takes of before, in bold where that is surely more."""
+    cells = orders()
+    assert {*cells} == {f"{model} {case}" for model in (*GROUPED, "dsv2lite") for case in ORDERED}
+
+    def told(cell: dict[str, Any]) -> str:
+        ratio = f"{cell['ratio']:.2f}"
+        bold = "**" * (cell["low"] > 1 and ratio != "1.00")
+        return f"{cell['old_us']:.1f} / {cell['new_us']:.1f}, {bold}{ratio}{bold}"
+
+    return [
+        f"| {title} | {' | '.join(told(cells[f'{model} {case}']) for model in (*GROUPED, 'dsv2lite'))} |"
+        for case, title in ORDERED.items()
+    ]
+
+
+def test_which_tile_begins_first_is_told_as_it_came_out() -> None:
+    """What is quicker, what isn't and what is slower, in a script's raw cells."""
+    cells, head = orders(), read("raw/attention_order")
+    assert (head["commit"], head["date"], head["command"]) == ("b653e7c0", DAY, "by a script that isn't kept")
+    assert all(cell["same_bits"] for cell in cells.values())
+    grouped = {name: cell["ratio"] for name, cell in cells.items() if name.split()[0] in GROUPED}
+    quick = [ratio for ratio in grouped.values() if ratio <= 0.9]
+    less = [ratio for ratio in grouped.values() if 0.9 < ratio < 0.99]
+    slow = {name: cell["ratio"] for name, cell in cells.items() if cell["ratio"] >= 1.01}
+    assert [*slow] == ["0.5B 8x256", "8B 1516+527@6896", "8B 128@4096", "dsv2lite 1516+527@6896"]
+    assert (
+        f"Of {len(grouped)} cells of grouped-query models {len(quick)} take {min(quick):.2f} to {max(quick):.2f} of "
+        f"what they took, {len(less)} take {min(less):.2f} to {max(less):.2f}, six are within 2% of it and two are "
+        "slower, both on Llama-3.1-8B. A prompt of 2,048 tokens takes "
+        f"{cells['0.5B 2048']['new_us']} us a layer for {cells['0.5B 2048']['old_us']} on Qwen2.5-0.5B, "
+        f"{cells['1B 2048']['new_us']} for {cells['1B 2048']['old_us']} on Llama-3.2-1B and "
+        f"{cells['8B 2048']['new_us']} for {cells['8B 2048']['old_us']} on Llama-3.1-8B."
+    ) in WORDS
+    assert sum(0.99 < ratio < 1.02 for ratio in grouped.values()) == 6
+    assert sum(ratio >= 1.02 for ratio in grouped.values()) == 2
+    assert len(quick) + len(less) + 8 == len(grouped)
+    few = [cells[f"{model} 128@4096"]["ratio"] for model in (*GROUPED, "dsv2lite")]
+    last = [cells[f"{model} 1516+527@6896"]["ratio"] for model in ("8B", "dsv2lite")]
+    assert (
+        f"**Not quicker**: 128 tokens behind 4,096, {min(few):.2f} to {max(few):.2f}, and eight prompts of 256. "
+        f"**Slower**: a prompt of 1,516 before 527 tokens behind 6,896, {last[0]:.2f} on Llama-3.1-8B and "
+        f"{last[1]:.2f} on DeepSeek-V2-Lite, where the heaviest row comes last"
+    ) in WORDS
+    first = sorted(cells[f"dsv2lite {case}"]["ratio"] for case in ("515@1532+1532", "527@6896+1516"))
+    rest = [cell["ratio"] for name, cell in cells.items() if name.startswith("dsv2lite ")
+            and name.partition(" ")[2] not in ("515@1532+1532", "527@6896+1516", "1516+527@6896")]  # fmt: skip
+    guide = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "began with [other tiles](measured_gpu.md#which-tile-begins-first), which has the same bits." in guide
+    assert "Every other figure on this page is of the kernels before it." in WORDS
+    assert (
+        f"**For DeepSeek-V2-Lite it only turns rows round**: {first[0]:.2f} and {first[1]:.2f} where the heavy row "
+        f"comes first, {min(rest):.2f} to {max(rest):.2f} in the seven others."
+    ) in WORDS
+    assert len(rest) == 7
+
+
 def captured() -> list[str]:
     """A row a list of graphs: how many, seconds in a warm process and in its first captures, bytes."""
     lines = []
@@ -1221,7 +1528,7 @@ def captured() -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("made", [over_the_replica, served, of_mla, of_experts, of_kernels, captured])
+@pytest.mark.parametrize("made", [over_the_replica, served, of_mla, of_order, of_experts, of_kernels, captured])
 def test_tables_are_told_as_their_results_have_them(made: Any) -> None:
     """Every row, one after the other, bad ones too."""
     rows = made()
@@ -1233,7 +1540,7 @@ def test_tables_are_told_as_their_results_have_them(made: Any) -> None:
 def test_start_up_is_told_as_its_results_have_it() -> None:
     """A lazy Engine's first step and its steady speed, with intervals."""
     words = " ".join(" ".join(DOC).split())
-    for name in ("startup_qwen05b", "raw/startup_qwen05b_second"):
+    for name in ("startup_qwen05b", "raw/startup_qwen05b_third", "raw/startup_qwen05b_second"):
         cells = read(name)["cells"]
         for part in ("first_step", "steady"):
             low, high = cells[part]["interval"]
@@ -1242,6 +1549,25 @@ def test_start_up_is_told_as_its_results_have_it() -> None:
     first, steady = cells["first_step"], cells["steady"]
     assert f"{first['lazy_ms']:.2f} ms, and {first['eager_ms']:.2f} with `eager`" in words
     assert f"{steady['step_ms']['lazy']:.3f} ms a step, and {steady['step_ms']['full']:.3f}:" in words
+    assert (
+        f"with the {steady['lazy_graphs']} graphs that it captured between steps, against an Engine that has all "
+        f"{steady['full_graphs']}, step by step in turn, by the same table, {steady['pairs']} pairs of "
+        f"{steady['steps']} steps"
+    ) in words
+    assert steady["interval"][0] < 1 < steady["interval"][1]
+    older = read("raw/startup_qwen05b_third")
+    hosts = [each["host_noise"]["p50_us"] for each in (read("startup_qwen05b"), older)]
+    assert (
+        f"fixed work took {hosts[0]:.0f} us in the median there, and {hosts[1]:.0f} before the run of 4346e27"
+    ) in words
+    (plan,) = [row for row in older["cells"]["lists"] if row["list"] == "planned"]
+    mib = [f"{plan[name] / (1 << 20):,.0f}" for name in ("registry_bytes", "device_bytes")]
+    assert (
+        f"At 4346e27 one of {plan['graphs']} graphs took {plan['seconds']:.1f} s, {mib[0]} MiB by captures and "
+        f"{mib[1]} "
+        "of the device's."
+    ) in words
+    assert not any(row["list"] == "planned" for row in cells["lists"])
     assert "Both limits hold with their whole intervals" in words
     assert all(each["interval"][1] <= each["limit"] for each in (first, steady))
 
@@ -1249,8 +1575,9 @@ def test_start_up_is_told_as_its_results_have_it() -> None:
 def test_memory_beyond_captures_is_told_as_its_results_have_it() -> None:
     """MiB that the device lacks beyond what captures noted, before and now; what torch caches, and what is kept."""
     words = " ".join(" ".join(DOC).split())
-    (*now, lazy), (*before, lazy_before) = (
-        read(name)["cells"]["lists"] for name in ("startup_qwen05b", "raw/startup_qwen05b_second")
+    (*now, lazy), (*_, lazy_then), (*before, lazy_before) = (
+        read(name)["cells"]["lists"]
+        for name in ("startup_qwen05b", "raw/startup_qwen05b_third", "raw/startup_qwen05b_second")
     )
     beyond = [round(over(row, "device")) for row in now]
     assert f"is what captures noted, and {min(beyond)} to {max(beyond)} MiB**" in words
@@ -1258,15 +1585,17 @@ def test_memory_beyond_captures_is_told_as_its_results_have_it() -> None:
     assert f"it was {over(before[1], 'device'):.0f} more with `auto`'s default" in words
     assert (
         f"process has {over(lazy, 'device'):.0f} MiB more than captures noted** after these two graphs, "
-        f"{over(lazy_before, 'device'):.0f} before, of which {over(lazy, 'torch_reserved'):.0f} are torch's"
+        f"{over(lazy_then, 'device'):.0f} at 4346e27 and {over(lazy_before, 'device'):.0f} before, all of them torch's"
     ) in words
+    assert lazy["torch_reserved_bytes"] == lazy["device_bytes"]
+    assert round(over(lazy, "device")) == max(beyond)
     assert f"torch had {lazy['torch_cached_bytes'] / (1 << 20):.0f} MiB more cached" in words
     assert all(row["torch_reserved_bytes"] == row["device_bytes"] for row in now)
     assert not any(row["kept_bytes"] or row["torch_cached_bytes"] for row in now)
     guide = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
     assert (
-        f"and {min(beyond)} to {max(beyond)} MiB more; {over(lazy, 'device'):.0f} with a lazy Engine that has more to "
-        f"capture, beside {lazy['torch_cached_bytes'] / (1 << 20):.0f} that torch keeps for later"
+        f"and {min(beyond)} to {max(beyond)} MiB more, with a lazy Engine that has more to capture too, "
+        f"beside {lazy['torch_cached_bytes'] / (1 << 20):.0f} that torch keeps for later"
     ) in guide
 
 
@@ -1316,8 +1645,13 @@ def test_throughput_is_told_in_short() -> None:
     medians_of_fixed = f"{middle:.2f} ({low:.2f} to {high:.2f})"
     both = " and ".join(f"{fixed[figure]['ratio_to_vllm_replica']:.2f}" for figure in figures)
     each = told_by_round([f"{ratio:.2f}" for ratio in each_over_another(*load, "auto", "vllm", "gap_p99_us")])
-    assert in_short("throughput against the replica") == tokens
-    assert in_short("the same, gaps at p99") == gaps
+    before = times(earlier_code("qwen05b", "", "auto")["tokens_per_s"], "( to )")
+    assert in_short("throughput against the replica") == (
+        f"{tokens}; {before} in the run before, in which the replica was quicker"
+    )
+    small_gap = code["qwen05b"]["gap_p99_us"]
+    assert 1.29 < small_gap["ratio_low"] < 1.3
+    assert in_short("the same, gaps at p99") == f"{gaps}: the interval begins just below 1.3"
     assert in_short("throughput, DeepSeek-V2-Lite, 100 requests") == (
         f"{fewer}, gaps at p99 {longer}, by round {each}: reached in the mean, the interval begins below it; "
         f"`full_and_piecewise` {both}, and its median gaps are {medians_of_fixed} times as short as `auto`'s; {was} in "
@@ -1331,7 +1665,22 @@ def test_throughput_is_told_in_short() -> None:
         f"(7d92e5a); {alone}"
     )
     llamas = [times(code[model]["tokens_per_s"], "( to )") for model in ("llama8b", "llama1b")]
-    assert in_short("throughput, Llama-3.1-8B and Llama-3.2-1B, code") == " and ".join(llamas)
+    (_, dense), (_, large) = (
+        [times(code[model][figure], "( to )") for figure in figures] for model in ("llama1b", "llama8b")
+    )
+    assert in_short("throughput, Llama-3.1-8B and Llama-3.2-1B, code") == (
+        f"{' and '.join(llamas)}, gaps at p99 {large} and {dense}: reached in the mean of Llama-3.2-1B's gaps, whose "
+        "interval begins below it"
+    )
+    others = [by_load(PACED)[newest(model, "code")] for model in ("qwen05b", "llama1b", "llama8b")]
+    paced_gaps = [times(at["gap_p99_us"], "( to )") for at in others]
+    paced_tokens = [times(at["tokens_per_s"], "( to )") for at in others]
+    longer_first = f"{over_another('qwen05b', 'code', 'auto', PACED, 'ttft_p50_us')[0]:.2f}"
+    assert in_short(f"`{PACED}` on the other code traces") == (
+        f"gaps at p99 {paced_gaps[0]}, {paced_gaps[1]} and {paced_gaps[2]}, tokens a second {paced_tokens[0]}, "
+        f"{paced_tokens[1]} and {paced_tokens[2]}; on Qwen2.5-0.5B first tokens are {longer_first} times as late as "
+        "plain `auto`'s at p50, on the Llamas gaps are hardly shorter than plain `auto`'s"
+    )
     latest = in_all()
     assert not any(row["ratio_to_vllm_replica"] < LEAST for row in latest)
     with_one = [row for row in latest if row["ratio_low"] is not None]
@@ -1341,20 +1690,23 @@ def test_throughput_is_told_in_short() -> None:
     then = " and ".join(f"{row['ratio_to_vllm_replica']:.2f}" for row in first_of_the_8b("auto", "gap_p50_us"))
     least = min(latest, key=lambda row: row["ratio_to_vllm_replica"])
     assert least == medians[0]
+    every = [row for model in MODELS for row in by_load(PACED)[newest(model, "code")].values()]
+    assert not any(row["ratio_to_vllm_replica"] < LEAST for row in every)
+    begin = sum(row["ratio_low"] < LEAST for row in every)
     assert in_short("figures of `auto` below 0.99") == (
         f"none of {len(latest)} in the mean, the least {three(least)}; {wide} intervals begin below 0.99; of "
-        f"{len(own)} of `{PACED}` none, nor an interval. Llama-3.1-8B's median gaps are {now} times as short, {then} "
-        "in the run before, after which that model and DeepSeek-V2-Lite's code trace alone were served again"
+        f"{len(every)} of `{PACED}` none, and {begin} intervals. Llama-3.1-8B's median gaps are {now} times as short, "
+        f"{then} at 43ebfb8, of which the other conversation traces still are"
     )
     guide = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
     assert (
-        "throughput of 43ebfb8 (Llama-3.1-8B's of 95234a3 and DeepSeek-V2-Lite's code trace's of 9f1a315, with newer "
-        "decode kernels)"
+        "throughput on the code trace of b653e7c0 (DeepSeek-V2-Lite's of 9f1a315) and on the conversation trace of "
+        "43ebfb8 (Llama-3.1-8B's of 95234a3), start-up of b653e7c0,"
     ) in guide
-    assert "its rows of 7c76117, dedba98, 43ebfb8 and 9f1a315 have" in guide
+    assert "its rows of 7c76117, 43ebfb8, 9f1a315 and b653e7c0 have" in guide
     assert (
-        "of these rows Llama-3.1-8B's of throughput have it, and DeepSeek-V2-Lite's of the code trace and of choices "
-        "with what d32f9e4 changed."
+        "of these rows those of 9f1a315 and b653e7c0 have it, with what d32f9e4 changed, and Llama-3.1-8B's of the "
+        "conversation trace without."
     ) in guide
     shares = [over_another(*load, "auto", "full_and_piecewise", "tokens_per_s")[0] for load in LOADS]
     assert in_short("throughput against `full_and_piecewise`") == f"{min(shares):.3f} to {max(shares):.3f}"
@@ -1365,25 +1717,38 @@ def test_throughput_is_told_in_short() -> None:
     ) in readme
     assert (
         f"**DeepSeek-V2-Lite**, 100 requests of the code trace: gaps at p99 {longer} times as short, and "
-        f"{shorter['gap_p99_us']} by an objective that weighs them, with shorter steps (`{PACED}`) ([GPU]"
+        f"{shorter['gap_p99_us']} by an objective that weighs them, with shorter steps (`{PACED}`); **Llama-3.2-1B**: "
+        "gaps "
+        f"at p99 {dense} times as short ([GPU]"
     ) in readme
     assert (
+        f"**Qwen2.5-0.5B**: tokens a second {before} in the run before, in which the replica was quicker; "
         f"**DeepSeek-V2-Lite**: tokens a second {fewer}, gaps at p99 by round {each}, {was} in the run before, in "
         "which the replica was quicker and `auto` no slower; with "
         f"shorter steps {shorter['tokens_per_s']}, and first tokens {late} times as late as plain `auto`'s; {alone}; "
-        f"`full_and_piecewise`'s median gaps are {medians_of_fixed} times as short as plain `auto`'s; **Llama"
+        f"`full_and_piecewise`'s median gaps are {medians_of_fixed} times as short as plain `auto`'s; **Llama-3.2-1B"
     ) in readme
-    assert f"**Llama-3.1-8B**: {llamas[0]}, median gaps {now} times as short, {then} in the run before |" in readme
+    assert (
+        f"`auto`'s; **Llama-3.2-1B**: tokens a second {llamas[1]}, gaps at p99 1.08 in the run before, in which the "
+        f"replica was quicker; **Llama-3.1-8B**: {llamas[0]}, median gaps {now} times as short, {then} at 43ebfb8 |"
+    ) in readme
+    assert two(earlier_code("llama1b", "", "auto")["gap_p99_us"]) == "1.08"
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert (
-        f"`auto` has {tokens} times the tokens a second of the replica of vLLM's rule on the code trace with "
-        f"Qwen2.5-0.5B, and gaps at p99 {gaps} times as short; DeepSeek-V2-Lite's are in the next "
-        "entry. "
-        f"Of {len(latest)} figures none is below 0.99 in the mean, but {wide} intervals begin there; Llama-3.1-8B's "
-        f"median gaps, {then} times as short at 43ebfb8, are {now} in a later run, of that model alone."
+        "End to end of four models, the code traces at b653e7c0 and DeepSeek-V2-Lite's at 9f1a315, the conversation "
+        "traces at 43ebfb8 and Llama-3.1-8B's at 95234a3,"
     ) in changes
     assert (
-        "End to end of four models at 43ebfb8, Llama-3.1-8B at 95234a3, DeepSeek-V2-Lite's code trace at 9f1a315,"
+        f"`auto` has {tokens} times the tokens a second of the replica of vLLM's rule on the code trace with "
+        f"Qwen2.5-0.5B, and gaps at p99 {gaps} times as short, {dense} with Llama-3.2-1B and {large} with "
+        "Llama-3.1-8B; DeepSeek-V2-Lite's are in the next entry. By "
+        f"shorter steps (`{PACED}`) gaps at p99 are {paced_gaps[0]}, {paced_gaps[1]} and {paced_gaps[2]} times as "
+        "short, in that order, which is hardly more than by plain `auto` on the Llamas. The host was busy, and the "
+        "replica slower than in the runs before (1.33 and 1.04 times the tokens a second there with the two small "
+        "models). "
+        f"Of {len(latest)} figures none is below 0.99 in the mean, but {wide} intervals begin there; Llama-3.1-8B's "
+        f"median gaps, {then} times as short at 43ebfb8, are {now} in later runs. "
+        "Fixed policies are served on the code traces too."
     ) in changes
     assert (
         f"DeepSeek-V2-Lite's code trace end to end at 9f1a315, of a run of its own, seven rounds: `auto` has {fewer} "
