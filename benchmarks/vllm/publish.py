@@ -28,6 +28,8 @@ ERROR = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrup
 """The line of an error below its traceback"""
 FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:]+/)+")
 """Of an absolute path"""
+COUNTED = ("counters", "steps", "graphs")
+"""What a shim tells of a call besides its costs"""
 COMMANDS = (
     "python -m benchmarks.vllm.starts --model FOLDER --plan FILE --out OUT",
     "python -m benchmarks.vllm.stock_vs_kpolicy --models FOLDER --traces FOLDER --plan FILE --sides SIDES --out OUT",
@@ -87,7 +89,8 @@ def _error(text: str) -> str:
 def calls(folders: Iterable[Path], rows: Sequence[dict[str, Any]], target: Path) -> list[dict[str, Any]]:
     """How each call that rows are of was made, as it told: command, commit, what was cut, and its sides' cost tables.
 
-    Calls of starts have none: no costs are read of their sides.
+    ``shims`` has what each side's shim counted: events, steps by mode and reason with tokens and padding, and its
+    graphs as (key, bytes, seconds of its capture, hits). Calls of starts have neither: nothing is read of their sides.
 
     Args:
         folders: of the calls.
@@ -100,9 +103,11 @@ def calls(folders: Iterable[Path], rows: Sequence[dict[str, Any]], target: Path)
         told = json.loads(path.read_text()) if path.exists() else {}
         if "call" in told:
             tables = [] if path.name == "vllm_starts.json" else sorted(path.parent.glob("shim_*.json"))
-            costs = {file.stem.removeprefix("shim_"): json.loads(file.read_text()).get("costs", "") for file in tables}
+            of_side = {file.stem.removeprefix("shim_"): json.loads(file.read_text()) for file in tables}
+            costs = {side: shim.get("costs", "") for side, shim in of_side.items()}
             about = {name: told[name] for name in ("call", "command", "commit", "cut_by_the_budget")}
-            found[told["call"]] = {**about, "costs": costs}
+            shims = {side: {name: shim[name] for name in COUNTED if name in shim} for side, shim in of_side.items()}
+            found[told["call"]] = {**about, "costs": costs, **({"shims": shims} if any(shims.values()) else {})}
     wanted = {row.get("call") for row in rows}
     return [each for name, each in sorted(found.items()) if name in wanted]
 

@@ -548,14 +548,16 @@ def test_results_of_one_device_and_its_versions_are_published_with_them_and_thei
 
 
 def test_how_each_call_was_made_is_published_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command as it was given, the commit, what the budget cut, and costs; those of rows that go, go too."""
+    """The command as it was given, the commit, what the budget cut, costs and counts; those of rows that go, go too."""
     monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
     results = tmp_path / "results"
+    counts = {"counters": {"lazy_captures": 1}, "steps": [["full", "cheapest_measured", 2, 3, 4]]}
+    counted: dict[str, dict[str, Any]] = {"one": {}, "two": counts}
 
     def published(folder: str) -> list[dict[str, Any]]:
         made = tmp_path / folder
         served(made, "--repeats", "1", "--loads", "decode-4", "--sides", "stock", "kpolicy")
-        (made / "shim_m_kpolicy.json").write_text(json.dumps({"costs": f"of {folder}"}))
+        (made / "shim_m_kpolicy.json").write_text(json.dumps({"costs": f"of {folder}", **counted[folder]}))
         assert publish.main([str(made), "--date", folder, "--results", str(results)]) == 0
         found: list[dict[str, Any]] = json.loads((results / "raw" / "vllm_stock_vs_kpolicy.json").read_text())["calls"]
         return found
@@ -566,8 +568,10 @@ def test_how_each_call_was_made_is_published_with_its_rows(tmp_path: Path, monke
     assert str(tmp_path) not in first["command"]
     assert (first["commit"], first["cut_by_the_budget"]) == ("abc1234", [])
     assert first["costs"]["m_kpolicy"] == "of one"
+    assert first["shims"]["m_kpolicy"] == {}
     (second,) = published("two")
     assert (second["costs"]["m_kpolicy"], second["call"] > first["call"]) == ("of two", True)
+    assert second["shims"]["m_kpolicy"] == counts
 
 
 def test_how_starts_were_made_is_published_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from kpolicy.modes import Part, Rows
 from kpolicy.scheduling.traces import read_trace
 from kpolicy_vllm.steps import Step, numbers_of
 from tests.benchmarks.test_readme import VLLM_LOADS, told
-from tests.integrations.vllm.test_host import raw_tables
+from tests.integrations.vllm.test_host import decider, raw_tables
 from tests.scheduling import real_file
 
 ROOT = Path(__file__).parents[3]
@@ -39,13 +39,17 @@ FIGURES = {
 WORDS = " ".join(PAGE.split())
 PROFILED = ("llama8b", "code-2048", "2026-11-23")
 """The load and the call that were profiled"""
-LATEST = "54c1189"
-"""The commit of the last calls, whose figures count"""
+LATEST = {"qwen05b": "b653e7c0", "dsv2lite": "b653e7c0", "llama8b": "54c1189"}
+"""The commit of each model's last call, whose figures count where it served that load"""
+BEFORE = "54c1189"
+"""The commit of the calls before"""
 SHORT = 0.99
 """A ratio below it is bold"""
 SIMULATED = VLLM_LOADS | {
     "code-8192": f"{VLLM_LOADS['code-8192']}, vLLM's default here", "chat": f"{VLLM_LOADS['chat']}, 40 requests/s",
 }  # fmt: skip
+SERVED = ("stock", "kpolicy", "again", "paced")
+"""Sides whose turns' lengths are told"""
 SIDES = {"kpolicy": "as it is", "paced 1:1": "`1:1`", "paced latency": "`latency`"}
 SHOWN = ("requests/s", "gap p50 ms", "gap p99 ms", "ttft p50 ms", "ttft p99 ms")
 
@@ -73,7 +77,7 @@ def loads() -> Iterator[str]:
     for load, title in MEASURED.items():
         cells = []
         for model in MODELS:
-            turns = [turn for side in ("stock", "kpolicy", "again", "paced") for turn in turns_of(model, load, side)]
+            turns = [turn for side in SERVED for turn in turns_of(model, load, side)]
             if not turns:
                 cells.append("")
                 continue
@@ -98,13 +102,20 @@ def raw_of(name: str) -> Any:
 RAW = raw_of("vllm_stock_vs_kpolicy")
 
 
+def call_of(model: str) -> dict[str, Any]:
+    """How a model's last call was made."""
+    (found,) = [
+        call for call in RAW["calls"] if call["commit"] == LATEST[model] and f" --only {model} " in call["command"]
+    ]
+    return found
+
+
 def turns_of(model: str, load: str, side: str) -> list[dict[str, Any]]:
     """A side's turns in the last call that served that load, in order."""
-    (last,) = [
-        call["call"] for call in RAW["calls"] if call["commit"] == LATEST and f" --only {model} " in call["command"]
-    ]
-    found = [row for row in RAW["rows"] if row.get("call") == last and (row["model"], row["load"]) == (model, load)]
-    return sorted((row for row in found if row["side"] == side), key=lambda row: row["repeat"])
+    found = [row for row in RAW["rows"] if (row["model"], row["load"]) == (model, load)]
+    last = max((row.get("call", "") for row in found), default="")
+    of_side = [row for row in found if row.get("call") == last and row["side"] == side]
+    return sorted(of_side, key=lambda row: row["repeat"])
 
 
 def span(values: Iterable[float], form: str = ".0f") -> str:
@@ -136,6 +147,25 @@ def ladder_alone() -> Iterator[str]:
             yield f"| {'' if place else MEASURED[load]} | {name} | {cells} |"
 
 
+POOLED = {"ttft_all_p50_ms": "first tokens, p50 of all turns", "ttft_all_p99_ms": "first tokens, p99 of all turns"}
+OTHERWISE = {
+    "code-2048": {"gap_slow_ms": "slowest 2% of gaps", **POOLED},
+    "chat": {"gap_slow_ms": "slowest 2% of gaps", **POOLED},
+    "decode-1000-64": {"ttft_p50_ms": "first token p50", "ttft_p99_ms": "first token p99"},
+}
+"""Loads that SPLIT and lazy capture served, and figures that are told beside requests/s and gaps"""
+
+
+def otherwise() -> Iterator[str]:
+    """SPLIT and lazy capture beside stock and the shim as it is; SPLIT served no decodes."""
+    found = [of_sides(f"{base} {side}") for side in ("split", "lazy") for base in ("stock", "kpolicy")]
+    shown = {"requests_per_s": "requests/s", "gap_p50_ms": "gap p50", "gap_p99_ms": "gap p99"}
+    for load, more in OTHERWISE.items():
+        for place, (figure, name) in enumerate((shown | more).items()):
+            cells = [ratio(rows[load, figure]) if (load, figure) in rows else "" for rows in found]
+            yield f"| {'' if place else MEASURED[load]} | {name} | {' | '.join(cells)} |"
+
+
 def bounded() -> Iterator[str]:
     """Bounded steps beside what the simulator had said of them."""
     stock, shim = of_sides("stock paced"), of_sides("kpolicy paced")
@@ -155,7 +185,7 @@ def bounded() -> Iterator[str]:
 def starts() -> Iterator[str]:
     """Seconds, memory and KV of four sides, and two ratios."""
     whole = json.loads((RESULTS / "h200" / "vllm_stock_vs_kpolicy.json").read_text())
-    kpolicy = {row["figure"]: row for row in whole if row["load"] == "start"}
+    kpolicy = {row["figure"]: row for row in whole if (row["model"], row["load"]) == ("qwen05b", "start")}
     planned, wide = (
         {figure: row for (load, figure), row in of_sides(f"stock {side}").items() if load == "start"}
         for side in ("planned", "wide")
@@ -175,6 +205,21 @@ def starts() -> Iterator[str]:
             else ratio(row, 0) for row in ratios
         ]  # fmt: skip
         yield f"| {name} | {' | '.join(f'{value:,.{digits}f}' for value in values)} | {' | '.join(told)} |"
+
+
+def dsv2lite_starts() -> Iterator[str]:
+    """Of one start each."""
+    whole = json.loads((RESULTS / "h200" / "vllm_stock_vs_kpolicy.json").read_text())
+    kpolicy = {row["figure"]: row for row in whole if (row["model"], row["load"]) == ("dsv2lite", "start")}
+    lazy = {figure: row for (load, figure), row in of_sides("stock lazy", "dsv2lite").items() if load == "start"}
+    digits = {"capture_s": 1, "graph_mib": 0, "kv_tokens": 0, "start_s": 1}
+    names = ("capture s", "graph memory MiB", "KV tokens", "start s")
+    for (figure, places), name in zip(digits.items(), names, strict=True):
+        rows = (kpolicy[figure], lazy[figure])
+        assert {(row["repeats"], row["low"]) for row in rows} == {(1, None)}
+        values = [rows[0]["stock"], rows[0]["kpolicy"], rows[1]["lazy"]]
+        told_there = [told(row["ratio"]) for row in rows]
+        yield f"| {name} | {' | '.join(f'{value:,.{places}f}' for value in values)} | {' | '.join(told_there)} |"
 
 
 ENGINES = {
@@ -233,7 +278,9 @@ def test_the_page_tells_of_how_many_logits() -> None:
     assert f"of a vocabulary of {VOCAB:,} tokens" in WORDS
 
 
-@pytest.mark.parametrize("rows", [loads, measured, ladder_alone, bounded, simulated, starts, logits])
+@pytest.mark.parametrize(
+    "rows", [loads, measured, ladder_alone, otherwise, bounded, simulated, starts, dsv2lite_starts, logits]
+)
 def test_the_page_s_rows_are_those_of_the_results(rows: Any) -> None:
     """Every one, in order."""
     table = "\n".join(" ".join(row.split()) for row in rows())
@@ -253,9 +300,9 @@ def test_the_page_s_calls_and_launching_costs_are_published() -> None:
     assert (told + "{llama8b_ms:.0f} on Llama").format(**launching) in WORDS
 
 
-def costs_of(model: str, side: str = "kpolicy") -> CostTable:
-    """Those that decided at the end of the last call."""
-    name = f"{model}_{side} at {LATEST}"
+def costs_of(model: str, side: str = "kpolicy", commit: str = "") -> CostTable:
+    """Those that decided at the end of the last call, or of another commit's."""
+    name = f"{model}_{side} at {commit or LATEST[model]}"
     return (raw_tables() | raw_tables(brought=True))[name]
 
 
@@ -263,23 +310,41 @@ def test_the_page_tells_how_the_calls_were_made() -> None:
     """Warm-up, pairs, one call a model cut by its budget; and that the host was slower than before."""
     warm = {}
     for model in MODELS:
-        (call,) = [one for one in RAW["calls"] if one["commit"] == LATEST and f" --only {model} " in one["command"]]
+        call = call_of(model)
         assert call["cut_by_the_budget"] == [model]
-        assert " --repeats 8 " in call["command"]
+        assert (" --shift-ms 12 " in call["command"]) is (model != "llama8b")
         found = re.search(r"--warm-scale ([\d.]+)", call["command"])
         warm[model] = float(found[1]) if found else WARM_SCALE
-    assert "({dsv2lite} for DeepSeek, {qwen05b} for the 0.5B)".format(**warm) in WORDS
-    assert warm["llama8b"] == 0.5
+    assert "Half of each load of Llama and {dsv2lite} of the others'".format(**warm) in WORDS
+    assert f"({WARM_SCALE} for the 0.5B at {BEFORE})" in WORDS
+    assert (warm["llama8b"], warm["qwen05b"]) == (0.5, warm["dsv2lite"])
+    assert "--warm-scale" not in raw_of("vllm_qwen05b_third")["calls"][0]["command"]
     rows = json.loads((RESULTS / "h200" / "vllm_stock_vs_kpolicy.json").read_text())
     pairs_of = {(row["model"], row["load"]): row["repeats"] for row in rows if row["load"] in MEASURED}
-    six = {("dsv2lite", "code-2048"), *itertools.product(("dsv2lite", "qwen05b"), DECODES)}
-    told_there = "seven of each load, but six of DeepSeek's code and of its and the 0.5B's decodes, and 18 of the burst"
+    six = {("dsv2lite", load) for load in ("chat", "code-2048", "decode-768-64")}
+    told_there = "seven of each load, but six of DeepSeek's chat, code and 768 decodes, 15 of the 0.5B's 1,000 decodes"
     assert told_there in WORDS
     assert {which for which, pairs in pairs_of.items() if pairs == 6} == six
-    assert {pairs for which, pairs in pairs_of.items() if which not in six} == {7, 18}
-    assert pairs_of["qwen05b", "burst-768"] == 18
-    stock = figure_of("qwen05b", "decode-768-64", "gap_p50_ms")["stock"]
-    assert f"a step of 768 decodes took the 0.5B's stock {stock:.1f} ms, for 21.4 in the call at d11ce8d" in WORDS
+    assert {pairs for which, pairs in pairs_of.items() if which not in six} == {7, 15, 18}
+    assert (pairs_of["qwen05b", "burst-768"], pairs_of["qwen05b", "decode-1000-64"]) == (18, 15)
+    assert " --turns decode-1000-64=2 " in call_of("qwen05b")["command"]
+    now = figure_of("qwen05b", "decode-768-64", "gap_p50_ms")["stock"]
+    before = before_of("qwen05b")["decode-768-64", "gap_p50_ms"]["stock"]
+    took = f"a step of 768 decodes took the 0.5B's stock {now:.1f} ms, for {before:.1f} in the call at {BEFORE}"
+    assert f"{took} and 21.4 in the one at d11ce8d" in WORDS
+
+
+def before_of(model: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """What the call before came to, by load and figure."""
+    found = raw_of({"qwen05b": "vllm_qwen05b_third", "dsv2lite": "vllm_dsv2lite_first"}[model])
+    assert [call["commit"] for call in found["calls"]] == [BEFORE]
+    return {(row["load"], row["figure"]): row for row in compared(found["rows"])["stock kpolicy"]}
+
+
+def was(model: str, load: str, figure: str) -> str:
+    """A ratio of the call before as the page tells it."""
+    row = before_of(model)[load, figure]
+    return told(row["ratio"], row["low"], row["high"])
 
 
 def figure_of(model: str, load: str, figure: str, pair: str = "stock kpolicy") -> dict[str, Any]:
@@ -359,7 +424,10 @@ def test_the_page_tells_what_stock_runs_eagerly() -> None:
         sorted(set(modes(turns_of(model, "code-2048", "stock"), "NONE"))) for model in ("qwen05b", "dsv2lite")
     )
     chat = {model: span(map(eager_prompts, turns_of(model, "chat", "stock"))) for model in ("qwen05b", "dsv2lite")}
-    assert f"{qwen[0]} or {qwen[1]} steps eagerly on the 0.5B and {deepseek} on DeepSeek, of the conversation" in WORDS
+    assert (
+        f"stock ran {qwen[0]} or {qwen[1]} steps eagerly on the 0.5B and {deepseek} on DeepSeek, of the conversation"
+        in WORDS
+    )
     assert "of the conversation trace's {qwen05b} and {dsv2lite}; kpolicy ran all of these".format(**chat) in WORDS
     for model in ("qwen05b", "dsv2lite"):
         for load in ("code-2048", "chat"):
@@ -408,13 +476,51 @@ def test_the_page_tells_what_deepseek_s_chat_gains() -> None:
     assert f"stock runs {span(map(eager_prompts, stock))} of its {steps} steps with prompts eagerly" in told_there
 
 
-def test_the_page_tells_in_which_graphs_deepseek_s_decodes_ran() -> None:
-    """What steps took there, by the graph; and why, by the costs."""
-    told_there = paragraph("- **DeepSeek's decodes ran in the wrong graphs")
-    took: dict[tuple[str, str], list[float]] = {}
-    for load, size in zip(DECODES, (768, 1024), strict=True):
+def test_the_page_tells_in_which_graphs_deepseek_s_decodes_run() -> None:
+    """How many steps of each mode, and what they took; and that the rule of near ties decided none."""
+    told_there = paragraph("- **DeepSeek's decodes run in their FULL graphs now")
+    took: dict[str, list[str]] = {"stock": [], "kpolicy": []}
+    for load, steps, eager in zip(DECODES, (67, 68), (64, 65), strict=True):
         assert said("dsv2lite", load, "requests_per_s") in told_there
-        for turn in turns_of("dsv2lite", load, "kpolicy"):
+        for side, counts in (("stock", (eager, 0, 3)), ("kpolicy", (eager - 61, 1, 63))):
+            turns = turns_of("dsv2lite", load, side)
+            for place, mode in enumerate(("NONE", "PIECEWISE", "FULL")):
+                assert set(modes(turns, mode)) == {counts[place]}
+            assert {turn["steps"] for turn in turns} == {steps}
+            kinds = [kind for turn in turns for kind in turn["decode_steps"] if kind[2] > 50]
+            assert {kind[0] for kind in kinds} == {"FULL" if side == "kpolicy" else "NONE"}
+            took[side].append(span((kind[3] for kind in kinds), ".1f"))
+    assert "kpolicy ran 63 of 67 and 63 of 68 steps in FULL, 3 and 4 eagerly and one in pieces" in told_there
+    assert "Stock ran 64 and 65 eagerly and 3 in FULL" in told_there
+    told_ms = f"took kpolicy {' and '.join(took['kpolicy'])} ms, stock {' and '.join(took['stock'])}."
+    assert told_ms in told_there
+    reasons = {reason for _, reason, *_ in call_of("dsv2lite")["shims"]["dsv2lite_kpolicy"]["steps"]}
+    assert reasons == {"cheapest_measured", "above_largest_size"}
+    no_doubt = paragraph("- **The rule of [near ties](#near-ties) had nothing to decide**")
+    costs, numbers = costs_of("dsv2lite"), numbers_of(Step(768, 768, 768, 1, 1), 1)
+    keys = (GraphKey(Part.FULL, 768, 768, query_len=1), GraphKey(Part.PIECEWISE, 768))
+
+    def cycles(table: CostTable) -> list[float]:
+        return [table.cost((Launch(Rows.ALL, key),), numbers).cycle_us / 1e3 for key in keys]
+
+    whole, pieces = cycles(costs)
+    assert f"of 768 takes {whole:.1f} ms and pieces {pieces:.1f}" in no_doubt
+    quick = costs.at_host_speed(0.74 * costs.host_work_us)
+    assert f"pieces would seem cheaper, at {cycles(quick)[1]:.1f} ms" in no_doubt
+    assert cycles(quick)[1] < cycles(quick)[0]
+    assert decider(quick, level="uniform").entry(Step(768, 768, 768, 1, 1)).label == ("full", "within_doubt")
+    middle = figure_of("dsv2lite", DECODES[0], "step_p50_ms")["kpolicy"]
+    assert f"The {whole:.1f} ms are too few: the steps took {middle:.1f} in the middle" in no_doubt
+
+
+def test_the_page_tells_in_which_graphs_deepseek_s_decodes_ran_before() -> None:
+    """What steps took there, by the graph; and why, by the costs."""
+    told_there = paragraph(f"- At {BEFORE} they had ")
+    took: dict[tuple[str, str], list[float]] = {}
+    rows = raw_of("vllm_dsv2lite_first")["rows"]
+    for load, size in zip(DECODES, (768, 1024), strict=True):
+        assert was("dsv2lite", load, "requests_per_s") in told_there
+        for turn in (row for row in rows if (row["load"], row["side"]) == (load, "kpolicy")):
             (step,) = [step for step in turn["decode_steps"] if step[2] > 50]
             assert step[1] == size
             took.setdefault((load, step[0]), []).append(step[3])
@@ -423,9 +529,9 @@ def test_the_page_tells_in_which_graphs_deepseek_s_decodes_ran() -> None:
     assert counts == {(few, "PIECEWISE"): 4, (few, "FULL"): 2, (many, "PIECEWISE"): 5, (many, "FULL"): 1}
     full = " and ".join(f"{each:.1f}" for each in sorted(took[few, "FULL"]))
     (of_many,) = took[many, "FULL"]
-    assert f"took {span(took[few, 'PIECEWISE'], '.1f')} ms a step, FULL {full}; with 1,000 " in told_there
+    assert f"They took {span(took[few, 'PIECEWISE'], '.1f')} ms a step, FULL {full}; with 1,000 " in told_there
     assert f"with 1,000 {span(took[many, 'PIECEWISE'], '.1f')}, and {of_many:.1f}" in told_there
-    costs, numbers = costs_of("dsv2lite"), numbers_of(Step(768, 768, 768, 1, 1), 1)
+    costs, numbers = costs_of("dsv2lite", commit=BEFORE), numbers_of(Step(768, 768, 768, 1, 1), 1)
     whole, pieces = (
         costs.cost((Launch(Rows.ALL, key),), numbers).cycle_us
         for key in (GraphKey(Part.FULL, 768, 768, query_len=1), GraphKey(Part.PIECEWISE, 768))
@@ -435,22 +541,157 @@ def test_the_page_tells_in_which_graphs_deepseek_s_decodes_ran() -> None:
     assert f"between {before} and {last:,} tokens by a straight line" in told_there
 
 
-def test_the_page_tells_where_deepseek_s_first_tokens_are_late() -> None:
-    """Of 1,000 decodes: the same two eager steps on both sides, and one turn on a slow core."""
+def test_the_page_tells_what_deepseek_s_first_tokens_are_made_of() -> None:
+    """Of 1,000 decodes: the same two eager steps on both sides, and turns in which requests were added slowly."""
     told_there, load = paragraph("- **First tokens of 1,000 decodes"), ("dsv2lite", "decode-1000-64")
     for figure in ("added_ms", "ttft_after_p50_ms"):
         assert said(*load, figure).replace("*", "") in told_there
-    assert f"are at {said(*load, 'ttft_p50_ms').replace('*', '')}**" in told_there
-    host = figure_of(*load, "host_us")
-    assert f"the host was at {told(host['ratio'], host['low'], host['high'])} of stock's speed" in told_there
+    assert f"are at {said(*load, 'ttft_p50_ms')}**, for {was(*load, 'ttft_p50_ms').replace('*', '')} at" in told_there
+    added = {}
     for side in ("stock", "kpolicy"):
+        added[side] = [turn["added_ms"] for turn in turns_of(*load, side)]
         for turn in turns_of(*load, side):
             first, second = turn["prompt_steps"][:2]
             assert first[:2] == second[:2] == ["NONE", 8192]
             assert first[3] < 500 < second[3]
-    slowest = max(turns_of(*load, "kpolicy"), key=lambda turn: turn["ttft_p50_ms"])
-    looks = f"{slowest['core_slow']} of {slowest['core_looks']} looks"
-    assert f"slow in {looks}, with a median of {slowest['ttft_p50_ms']:.0f} ms" in told_there
+    slow = [each for side in added.values() for each in side if each > 150]
+    others = [each for side in added.values() for each in side if each <= 150]
+    assert [sum(each > 150 for each in added[side]) for side in ("kpolicy", "stock")] == [3, 1]
+    assert f"and in one of stock's it took {span(slow)} ms, in the others {span(others)}." in told_there
+
+
+def test_the_page_tells_what_the_small_model_s_last_call_gains() -> None:
+    """1,000 decodes beside what was wanted and earlier calls; code; and that no figure of chat is short."""
+    decodes, code = (
+        paragraph("- **1,000 decodes on the 0.5B have "),
+        paragraph("- **The 0.5B's code at 2,048 and chat**"),
+    )
+    load = "decode-1000-64"
+    row, before = figure_of("qwen05b", load, "requests_per_s"), was("qwen05b", load, "requests_per_s")
+    assert decodes.startswith(f"{said('qwen05b', load, 'requests_per_s')} in requests/s**, {row['repeats']} pairs")
+    assert row["low"] < 1.3 < row["ratio"]
+    found = {
+        (each["load"], each["figure"]): each
+        for each in compared(raw_of("vllm_qwen05b_fourth")["rows"])["stock kpolicy"]
+    }
+    fourth = found[load, "requests_per_s"]
+    between = told(fourth["ratio"], fourth["low"], fourth["high"])
+    assert f"had {between}, four pairs at 735ac70, and {before}, six at {BEFORE}" in decodes
+    assert set(modes(turns_of("qwen05b", load, "stock"), "NONE")) == {65}
+    ours = turns_of("qwen05b", load, "kpolicy")
+    assert (set(modes(ours, "NONE")), set(modes(ours, "FULL"))) == ({4}, {63})
+    now, then = (
+        f"{of('qwen05b', 'code-2048', 'requests_per_s')}{words} and {of('qwen05b', 'code-2048', 'gap_p99_ms')}"
+        for of, words in ((said, " in requests/s"), (was, ""))
+    )
+    assert f"{now} in gap p99, where {BEFORE} had {then}" in code
+    assert said("dsv2lite", "chat", "step_p50_ms") in paragraph("- **DeepSeek's chat has no figure below 0.99**")
+    chat = [figure_of("qwen05b", "chat", figure) for figure in (*FIGURES, "ttft_geo_ms", "gap_slow_ms", "step_p50_ms")]
+    assert min(each["ratio"] for each in chat) >= SHORT
+    assert f"requests/s begin at {chat[0]['low']:.3f}" in code
+
+
+def lazy_turns() -> dict[str, dict[bool, list[dict[str, Any]]]]:
+    """Turns with lazy capture, by load and whether a graph was captured in them: their modes count its steps too."""
+    found: dict[str, dict[bool, list[dict[str, Any]]]] = {}
+    for load in OTHERWISE:
+        for turn in turns_of("qwen05b", load, "lazy"):
+            found.setdefault(load, {}).setdefault("prompt_steps" not in turn, []).append(turn)
+    return found
+
+
+def test_the_page_tells_why_deepseek_s_median_gap_of_code_is_short() -> None:
+    """Beside the steps with prompts of either side."""
+    told_there, load = paragraph("- **DeepSeek's code at 2,048**"), ("dsv2lite", "code-2048")
+    for figure in ("requests_per_s", "gap_p99_ms", "gap_p50_ms"):
+        assert said(*load, figure) in told_there
+    gap = figure_of(*load, "gap_p50_ms")
+    stock, ours = (
+        statistics.median(step[4] for turn in turns_of(*load, side) for step in turn["prompt_steps"])
+        for side in ("stock", "kpolicy")
+    )
+    assert (
+        f"stock's, {gap['stock']:.1f} ms, is about an eager step with prompts ({stock:.1f} in the middle)" in told_there
+    )
+    assert f"kpolicy's, {gap['kpolicy']:.1f}, is far shorter than one in pieces ({ours:.1f})" in told_there
+
+
+def test_the_page_tells_what_split_and_lazy_capture_did_under_load() -> None:
+    """That no step was split; how many graphs were captured in turns and how long; and the turns without."""
+    shims, none_split = call_of("qwen05b")["shims"], paragraph("- **SPLIT split no step.**")
+    counters = shims["qwen05b_split"]["counters"]
+    assert {name for name in counters if "split" in name} == {"split_not_worth_it"}
+    assert f"was asked {counters['split_not_worth_it']:,} times" in none_split
+    split = of_sides("kpolicy split").values()
+    assert all(row["low"] < 1 < row["high"] for row in split)
+    lazy = {base: of_sides(f"{base} lazy") for base in ("stock", "kpolicy")}
+    fails = paragraph("- **Lazy capture fails chat.**")
+    both = [ratio(lazy[base]["chat", "requests_per_s"]) for base in ("stock", "kpolicy")]
+    assert f"at {both[0]} of stock and {both[1]} of kpolicy" in fails
+    late = [lazy[base]["chat", "ttft_all_p99_ms"] for base in ("stock", "kpolicy")]
+    assert f"{late[0]['lazy']:.0f} ms, for {late[0]['stock']:.0f} in stock and {late[1]['kpolicy']:.0f}" in fails
+    assert f"gaps are at {ratio(lazy['stock']['chat', 'gap_slow_ms'])} of stock" in fails
+    held, counted = paragraph("- **Each capture between steps"), shims["qwen05b_lazy"]
+    between = sorted(seconds for _, _, seconds, _ in counted["graphs"] if seconds > 0.1)
+    assert len(between) == counted["counters"]["lazy_captures"] == 12
+    assert held.startswith(f" holds all requests up for {between[0]:.2f} to {between[-1]:.2f} s.")
+    turns = lazy_turns()
+    captured = {load: [turn["repeat"] for turn in turns[load][True]] for load in turns}
+    assert captured == {"code-2048": [0], "chat": [0, 1, 3, 4, 5], "decode-1000-64": [0]}
+    # Each capture is two steps more than were served: one to warm up, one that is captured.
+    steps = {
+        (load, turn["repeat"]): (sum(count for count, _ in turn["modes"].values()) - turn["steps"]) // 2
+        for load in turns for turn in turns[load][True]
+    }  # fmt: skip
+    assert sum(steps.values()) == 10
+    assert [steps["chat", turn] for turn in captured["chat"]] == [2, 1, 1, 1, 2]
+    free = paragraph("- **Turns without a capture aren't told apart from kpolicy's**")
+    for load in OTHERWISE:
+        without = {turn["repeat"]: turn["requests_per_s"] for turn in turns[load][False]}
+        cells = []
+        for base in ("kpolicy", "stock"):
+            rates = {turn["repeat"]: turn["requests_per_s"] for turn in turns_of("qwen05b", load, base)}
+            cells.append(told(*ratio_interval([without[turn] / rates[turn] for turn in without])))
+        words = "{} and {}" if load == "chat" else "{} of kpolicy and {} of stock" if len(without) > 6 else "{} and {}"
+        assert words.format(*cells) in free, load
+    chat = turns["chat"]
+    assert not any(ms > 100 for turn in chat[False] for ms in turn["ttft_ms"])
+    slow = {which: sorted(turn["gap_slow_ms"] for turn in chat[which]) for which in (True, False)}
+    told_slow = (
+        f"of {slow[False][0]:.1f} and {slow[False][1]:.1f} ms for {slow[True][1]:.0f} to {slow[True][-1]:.0f} in"
+    )
+    assert f"{told_slow} four of the five others and {slow[True][0]:.1f} in one" in free
+    counts = [sum(ms > 100 for ms in turn["ttft_ms"]) for turn in chat[True]]
+    assert [bool(count) for count in counts].count(True) == 3
+    assert f"three have {sum(counts)} first tokens of 360 after 100 ms" in free
+
+
+def test_the_page_tells_what_deepseek_s_starts_took() -> None:
+    """Shares of stock's; what vLLM estimated; compiling, and the second starts."""
+    rows = {
+        (row["side"], row["repeat"]): row
+        for row in RAW["rows"] if (row["model"], row["load"]) == ("dsv2lite", "start")
+    }  # fmt: skip
+    assert set(rows) == {("stock", 0), *itertools.product(("kpolicy", "lazy"), (0, 1))}
+    stock, ours, lazy = (rows[side, 0] for side in ("stock", "kpolicy", "lazy"))
+    part = PAGE.partition("\n**DeepSeek-V2-Lite**, on 2026-11-30")[2].partition("\n## ")[0]
+    page = " ".join(part.split())
+    shares = [each["capture_s"] / stock["capture_s"] for each in (ours, lazy)]
+    assert "**Captures take {:.2f} of stock's seconds**, with `lazy` {:.2f}".format(*shares) in page
+    mib = [f"{each['graph_mib']:,.0f}" for each in (ours, stock)]
+    more = ours["graph_mib"] / stock["graph_mib"]
+    assert f"memory is {more:.2f} times stock's**: {mib[0]} MiB for {mib[1]}" in page
+    assert f"**KV tokens are at {ours['kv_tokens'] / stock['kv_tokens']:.3f}**" in page
+    estimated = [f"{each['estimate_mib']:,.0f}" for each in (ours, stock, lazy)]
+    assert f"{estimated[0]} MiB for kpolicy, which used {mib[0]}, and {estimated[1]} for stock, which used" in page
+    assert f"it is {estimated[2]} where the first eight graphs used {lazy['graph_mib']:.0f}" in page
+    assert "{:.1f}, {:.1f} and {:.1f} s of them".format(*(each["compile_s"] for each in (stock, ours, lazy))) in page
+    names = ("start_s", "compile_s", "capture_s")
+    second = [f"{rows[side, 1][name]:.1f}" for side in ("kpolicy", "lazy") for name in names]
+    told_second = "kpolicy took {} s with {} of compiling and {} of captures, `lazy` {} with {} and {}"
+    assert told_second.format(*second) in page
+    graphs = ["{FULL} + {PIECEWISE}".format(**each["graphs"]) for each in (stock, ours)]
+    assert f"| {graphs[0]} to 512 | {graphs[1]} to 1,024 and 4,096 |" in page
 
 
 def test_the_page_tells_that_the_burst_met_a_quick_host() -> None:
@@ -586,7 +827,7 @@ def test_the_page_tells_where_llama_s_chat_is_short() -> None:
     turns = [*sides["stock"], *sides["kpolicy"]]
     steps = f"{span(modes(turns, 'NONE'))} eager steps and {span(modes(turns, 'PIECEWISE'))} in pieces a turn"
     assert f"Both sides run {steps}" in WORDS
-    assert f"llama8b_kpolicy at {LATEST}" in raw_tables()
+    assert f"llama8b_kpolicy at {LATEST['llama8b']}" in raw_tables()
 
 
 def test_the_page_tells_when_llama_s_late_first_tokens_come() -> None:
@@ -772,14 +1013,17 @@ def test_the_page_tells_what_captures_took() -> None:
     """Of engines that started one after the other, before they served."""
     told_there, cold = paragraph("- **Captures**"), {}
     for row in RAW["rows"]:
-        if row["load"] == "cold start" and row["date"] == "2026-11-28":
+        if row["load"] == "cold start" and row.get("call") == call_of(row["model"])["call"]:
             about = row["cold"]
             cold[row["model"], row["side"]] = (sum(about["graphs"].values()), f"{about['capture_s']:.1f}")
     (ours, took), (_, stock), (_, again) = (cold["llama8b", side] for side in ("kpolicy", "stock", "again"))
+    assert "four engines at once" in told_there
+    assert len([model for model, _ in cold if model == "qwen05b"]) == 4
     assert f"on Llama {ours} graphs in {took} s, stock's 102 in {stock} and {again}" in told_there
     for model, name in (("dsv2lite", "DeepSeek"), ("qwen05b", "the 0.5B")):
         (ours, took), (graphs, stock) = (cold[model, side] for side in ("kpolicy", "stock"))
-        assert f"on {name} {ours} in {took} s, stock's in {stock}" in told_there
+        at_once = ", four engines at once," if model == "qwen05b" else ""
+        assert f"on {name}{at_once} {ours} in {took} s, stock's in {stock}" in told_there
         assert graphs == 102
 
 
@@ -799,15 +1043,16 @@ def test_the_page_tells_what_starts_save() -> None:
     assert f"by default is {1 / starts_of['graph_mib']['ratio']:.2f} times stock's" in WORDS
     mib = wide["start", "graph_mib"]
     assert f"takes more than kpolicy: {mib['wide']:.0f} MiB for {mib['kpolicy']:.0f}" in WORDS
-    estimated = {row["side"]: (row["estimate_mib"], row["graph_mib"]) for row in RAW["rows"] if row["load"] == "start"}
+    rows = [row for row in RAW["rows"] if (row["model"], row["load"]) == ("qwen05b", "start")]
+    estimated = {row["side"]: (row["estimate_mib"], row["graph_mib"]) for row in rows}
     assert "({:,.0f} MiB estimated, {:.0f} used)".format(*estimated["wide"]) in WORDS
     assert "smallest: {:.0f} MiB, where {:.0f} were used".format(*estimated["kpolicy"]) in WORDS
     assert "of the plan {:.0f} for {:.0f}".format(*estimated["planned"]) in WORDS
-    sizes = {row["side"]: row["sizes"] for row in RAW["rows"] if row["load"] == "start"}
-    graphs = {row["side"]: row["graphs"] for row in RAW["rows"] if row["load"] == "start"}
+    sizes = {row["side"]: row["sizes"] for row in rows}
+    graphs = {row["side"]: row["graphs"] for row in rows}
     assert max(sizes["wide"]) == max(sizes["kpolicy"]) == 4096
     told_graphs = ["{FULL} + {PIECEWISE}".format(**graphs[side]) for side in ("stock", "kpolicy", "planned", "wide")]
-    (row,) = [line for line in PAGE.splitlines() if line.startswith("| graphs, FULL + PIECEWISE |")]
+    row, _ = [line for line in PAGE.splitlines() if line.startswith("| graphs, FULL + PIECEWISE |")]
     assert [cell.strip().split(" to ")[0] for cell in row.split("|")[2:6]] == told_graphs
 
 
@@ -823,6 +1068,24 @@ def test_the_guide_s_and_the_readme_s_words_are_those_of_the_results() -> None:
         assert max(row["ratio"], second["ratio"]) < SHORT
         assert row["low"] < 1 < row["high"]
     assert f"the slowest 2% of its gaps are at {said('qwen05b', 'code-8192', 'gap_slow_ms')} ([why]" in guide
+    late, per_s = (of_sides("stock lazy")["chat", figure] for figure in ("ttft_all_p99_ms", "requests_per_s"))
+    of_chat = f"{late['lazy']:.0f} ms for {late['stock']:.0f} in stock and requests/s at {ratio(per_s)} while"
+    assert f"chat had first tokens at p99 of {of_chat}" in guide
+    held = [took for _, _, took, _ in call_of("qwen05b")["shims"]["qwen05b_lazy"]["graphs"] if took > 0.1]
+    assert f"with the 0.5B for {span(held, '.2f')} s a graph" in guide
+    of_deepseek = {figure: figure_of("dsv2lite", "start", figure) for figure in ("capture_s", "start_s", "graph_mib")}
+    took_s = [
+        f"{of_deepseek[figure]['kpolicy']:.1f}{unit} for {of_deepseek[figure]['stock']:.1f}"
+        for figure, unit in (("capture_s", " s"), ("start_s", ""))
+    ]
+    more = 1 / of_deepseek["graph_mib"]["ratio"]
+    assert f"captures took {took_s[0]} and the start {took_s[1]}, with {more:.2f} times the graph memory" in guide
+    assert all(
+        figure_of("dsv2lite", load, name)["ratio"] >= SHORT
+        for load in VLLM_LOADS
+        for name in FIGURES
+        if load in ("chat", "code-2048", *DECODES)
+    )
     start = figure_of("qwen05b", "start", "start_s")
     assert start["low"] < 1 < start["high"]
     assert f"takes longer**, {told(start['ratio'], start['low'], start['high'])} of stock's pace" in guide
@@ -857,10 +1120,10 @@ def pieces_of(turn: dict[str, Any]) -> list[int]:
 
 
 def test_the_page_tells_what_rows_took_the_host() -> None:
-    """One number of all kinds in the last calls' tables; one a kind in those before."""
+    """One number of all kinds in the tables of 54c1189; one a kind in those before."""
     one = {}
     for model in MODELS:
-        costs = costs_of(model)
+        costs = costs_of(model, commit=BEFORE)
         (us,) = {host.req_us for host in (costs.host_full, costs.host_piecewise, costs.host_eager)}
         one[model] = f"{us:.1f}"
     assert "{qwen05b} µs on the 0.5B, {dsv2lite} on DeepSeek and {llama8b} on Llama at 54c1189".format(**one) in WORDS
@@ -871,7 +1134,7 @@ def test_the_page_tells_what_rows_took_the_host() -> None:
     )
     assert "`paced`, on a quick core, had {:.1f}, {:.1f} and {:.1f}".format(*paced) in WORDS
     assert "`kpolicy`, on a slow one, {:.1f}, {:.0f} and {:.0f} at 94620cd".format(*slow) in WORDS
-    costs = costs_of("dsv2lite")
+    costs = costs_of("dsv2lite", commit=BEFORE)
     assert len(costs.piecewise.sizes) == 6
     assert len(costs.full.sizes) == 14
     assert len(costs.eager.sizes) == 3
