@@ -502,6 +502,24 @@ def test_none_better_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("of 6 rows no policy's is better")
 
 
+def test_a_larger_draw_of_a_load_is_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In place of the one with fewer shapes, whichever file comes first; other loads stay, and other models'."""
+    each, names, other = shape(picks("a"), a=100.0), [], "code x1"
+    for model, keys in (
+        ("m", [f"{LOAD}/0", f"{other}/0"]), ("m", [f"{LOAD}/{i}" for i in range(3)]), ("n", [f"{LOAD}/0"]),
+    ):  # fmt: skip
+        names.append(tmp_path / f"{len(names)}.json")
+        names[-1].write_text(json.dumps({"model": model, "cells": dict.fromkeys(keys, each)}))
+    for files in (names, names[::-1]):
+        out = tmp_path / "out.json"
+        assert regret.main(["--summary", *map(str, files), "--json", str(out)]) == 0
+        rows = json.loads(out.read_text())
+        assert {(row["model"], f"{row['trace']} x{row['rate']:g}", row["shapes"]) for row in rows} == {
+            ("m", LOAD, 3), ("m", other, 1), ("n", LOAD, 1),
+        }  # fmt: skip
+        assert capsys.readouterr().err == "m, code x6: left out with 1 shapes, as another file has 3\n"
+
+
 def test_a_gap_is_held_to_the_policy_of_that_objective() -> None:
     """In gaps full is compared with auto that wants short gaps."""
     each = shape({"auto": "b", "auto latency": "a", "full": "a"}, a=100.0, b=150.0)
