@@ -283,6 +283,10 @@ def test_how_far_auto_is_from_the_best() -> None:
         f"At p99 of a load's shapes within 10% on 23 of 24 loads, and {of_steps:.1%} on that one. Of gaps, by `auto` "
         f"for latency, within 10% on 23 of them too, and {of_gaps:.1%} on that one"
     ) in WORDS
+    assert (
+        "one load of DeepSeek-V2-Lite at p99, by steps and by gaps, where `full_and_piecewise` is better by "
+        f"{-better['over_auto']:.2%} too; the bound"
+    ) in WORDS
     plain = {
         row["trace"]: [100 * row[figure] for figure in ("mean_regret", "p99_regret")] for row in every
         if (row["policy"], row["objective"], row["model"]) == ("auto", "gap_us", "dsv2lite")

@@ -290,7 +290,8 @@ def test_what_is_late_by_todays_bound_is_on_the_page() -> None:
         "**DeepSeek-V2-Lite's `late` is of ten shapes of the 240 at 9f1a315**, where the pick is PIECEWISE and another "
         f"size of PIECEWISE was the shortest, by all samples: the pick took {100 * min(longer):.2f} to "
         f"{max(longer):.1%} longer. In four, of {min(tokens)} to {max(tokens)} tokens, it is the graph of 288, which "
-        f"the table has {100 * min(tables):.1f} to {max(tables):.1%} cheaper than the shortest way and which took {100 * min(times):.1f} to "
+        f"the table has {100 * min(tables):.1f} to {max(tables):.1%} cheaper than the shortest way and "
+        f"which took {100 * min(times):.1f} to "
         f"{max(times):.1%} longer; by the table of 7c76117 it was the pick there too."
     ) in said
 
