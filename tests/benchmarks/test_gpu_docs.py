@@ -73,12 +73,11 @@ def rows_now(model: str) -> list[dict[str, Any]]:
 
 def cells_now(model: str) -> dict[str, dict[str, Any]]:
     """The cells that the table is made of."""
-    cells = raw(model)["cells"]
+    cells: dict[str, dict[str, Any]] = raw(model)["cells"]
     if LARGER.startswith(model):
-        rest = {key: shape for key, shape in cells.items() if not key.startswith(f"{LARGER_LOAD}/")}
-        return rest | raw(LARGER)["cells"]
-    found: dict[str, dict[str, Any]] = cells
-    return found
+        cells = {key: shape for key, shape in cells.items() if not key.startswith(f"{LARGER_LOAD}/")}
+        cells |= raw(LARGER)["cells"]
+    return cells
 
 
 def spread(rows: list[dict[str, Any]], model: str, objective: str, policy: str) -> str:
