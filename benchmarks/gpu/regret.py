@@ -47,7 +47,8 @@ replicas of vllm-ascend and Kunlun are of other devices.
 Run: ``python -m benchmarks.gpu.regret --model NAME --config FILE --shapes FILE --out FILE --date D [--seconds 400]``; a
 run goes on where the file ends. ``--loads`` takes some of the shapes' loads; ``--save-profile`` keeps the table that
 `auto` decides by. ``--summary FILES... --json regret.json`` makes the table, of
-files of 2026-11-23 and before with ``--own-graphs --shapes FILE``.
+files of 2026-11-23 and before with ``--own-graphs --shapes FILE``. Of a model's load that several of these files have,
+the one with the most shapes is in the table, and what is left out is told.
 """
 
 from __future__ import annotations
@@ -793,6 +794,24 @@ def _over(
     return round(mean, 5), None if math.isnan(low) else round(low, 5), None if math.isnan(high) else round(high, 5)
 
 
+def largest(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """(rows of the draw with the most shapes of each model's load, a line of each that is left out)."""
+    most: dict[tuple[str, str], int] = {}
+    for row in rows:
+        load = row["model"], f"{row['trace']} x{row['rate']:g}"
+        most[load] = max(row["shapes"], most.get(load, 0))
+    kept, left_out = [], {}
+    for row in rows:
+        load = row["model"], f"{row['trace']} x{row['rate']:g}"
+        if row["shapes"] == most[load]:
+            kept.append(row)
+        else:
+            left_out[f"{', '.join(load)}: left out with {row['shapes']} shapes, as another file has {most[load]}"] = (
+                None
+            )
+    return kept, list(left_out)
+
+
 def better(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What a table says against `auto`: a line of each policy that is better beyond the interval."""
     return [
@@ -865,6 +884,9 @@ def main(argv: list[str] | None = None) -> int:
         rows += [
             row for load in dict.fromkeys(key.rpartition("/")[0] for key in at["cells"]) for row in summarise(at, load)
         ]
+    rows, fewer = largest(rows)
+    for line in fewer:
+        sys.stderr.write(f"{line}\n")
     text = json.dumps(rows, indent=1)
     if not options.json:
         print(text)

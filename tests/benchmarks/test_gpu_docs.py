@@ -61,6 +61,25 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return [row for load in loads for row in measured_regret.summarise(at, load)]
 
 
+LARGER, LARGER_LOAD = "dsv2lite_code", "code x1"
+"""The run of a larger draw of one load, whose rows the table has in place of the 40 shapes'"""
+
+
+def rows_now(model: str) -> list[dict[str, Any]]:
+    """What the benchmark makes of a model's cells, by the larger draw where there is one."""
+    larger = rows_of(LARGER) if LARGER.startswith(model) else []
+    return measured_regret.largest([*rows_of(model), *larger])[0]
+
+
+def cells_now(model: str) -> dict[str, dict[str, Any]]:
+    """The cells that the table is made of."""
+    cells: dict[str, dict[str, Any]] = raw(model)["cells"]
+    if LARGER.startswith(model):
+        cells = {key: shape for key, shape in cells.items() if not key.startswith(f"{LARGER_LOAD}/")}
+        cells |= raw(LARGER)["cells"]
+    return cells
+
+
 def spread(rows: list[dict[str, Any]], model: str, objective: str, policy: str) -> str:
     """A cell: the least and most of the loads."""
     of = [row["mean_regret"] * 100 for row in rows if (row["model"], row["objective"]) == (model, objective)
@@ -88,10 +107,11 @@ def test_regret_is_told_as_its_results_have_it() -> None:
 
 @pytest.mark.parametrize("model", NOW)
 def test_regret_is_that_of_the_raw_cells(model: str) -> None:
-    """Every load has 40 shapes, and its rows are what the benchmark makes of them."""
-    made = rows_of(model)
+    """Every load has 40 shapes, one 167, and its rows are what the benchmark makes of them."""
+    made = rows_now(model)
     assert made == [row for row in regret() if row["model"] == model]
-    assert {row["shapes"] for row in made} == {40}
+    larger = {(row["trace"], row["rate"]): row["shapes"] for row in made if row["shapes"] != 40}
+    assert larger == ({("code", 1.0): 167} if model == "dsv2lite" else {})
     assert len({(row["trace"], row["rate"]) for row in made}) == 6
 
 
@@ -110,6 +130,232 @@ def test_a_load_that_one_model_lacked_is_told() -> None:
     ) in words
 
 
+def section(head: str) -> str:
+    """A part of the page, in one line."""
+    start = DOC.index(f"### {head}") + 1
+    end = next(i for i, line in enumerate(DOC[start:], start) if line.startswith("##"))
+    return " ".join("\n".join(DOC[start:end]).split())
+
+
+def of_load(name: str) -> list[dict[str, Any]]:
+    """A run's rows of the load that was drawn larger."""
+    trace, _, rate = LARGER_LOAD.rpartition(" x")
+    return [row for row in rows_of(name) if (row["trace"], row["rate"]) == (trace, float(rate))]
+
+
+def test_the_larger_draw_is_told_beside_the_40_shapes() -> None:
+    """How it was made, and each figure of both."""
+    said, at, drawn = section("A larger draw of one load"), raw(LARGER), shapes_of(LARGER)[LARGER_LOAD]
+    keys, tables = list(at["cells"]), [shape["table"] for shape in at["cells"].values()]
+    assert keys == [f"{LARGER_LOAD}/{i}" for i in range(len(keys))], "in the draw's order"
+    steps, before = (found["steps"][LARGER_LOAD] for found in (at, raw("dsv2lite")))
+    assert drawn["steps"] == steps
+    assert tables == sorted(tables)
+    assert (
+        f"{len(drawn['shapes'])} kinds of steps were drawn with another seed (1) from a replay of {steps:,} steps of "
+        f"{drawn['kinds']:,} kinds (`raw/regret_shapes_code.json`; the 40 are of one of {before:,} steps), and "
+        f"{len(keys)} of them were measured, in the draw's order, until the time was over"
+    ) in said
+    assert (
+        f"torch {at['versions']['torch']}, {at['date']}, 14:32 to 15:00 UTC: {tables.count(0)} in one start on one GPU "
+        f"in 391 s and {tables.count(1)} in a second on the other in 286 s, each with a calibration of its own of "
+        f"{measured_regret.CALIBRATION_S:.0f} s"
+    ) in said
+    columns: list[list[str]] = []
+    for name in ("dsv2lite", LARGER):
+        rows = {(row["policy"], row["objective"]): row for row in of_load(name)}
+        steps_row, gaps_row, plain = (rows[each] for each in (
+            ("auto", "step_us"), ("auto latency", "gap_us"), ("auto", "gap_us")
+        ))  # fmt: skip
+        shapes = [shape for key, shape in raw(name)["cells"].items() if key.startswith(f"{LARGER_LOAD}/")]
+        beyond = [sum(lost(name, shape, how) > 0.1 for shape in shapes) for how in measured_regret.AUTO]
+        columns.append([
+            str(len(shapes)), f"{steps_row['mean_regret']:.2%}", bold(steps_row), f"{gaps_row['mean_regret']:.2%}",
+            bold(gaps_row), f"{plain['mean_regret']:.1%}", bold(plain),
+            f"{100 * steps_row['noise_floor']:.3f} and {gaps_row['noise_floor']:.3%}", f"{beyond[0]} and {beyond[1]}",
+            f"{steps_row['late']:.1%}", f"{gaps_row['late']:.1%}",
+            *(told_over(rows[name, "step_us"]) for name in ("full_and_piecewise", "auto latency")),
+        ])  # fmt: skip
+        assert {row["unsure_shapes"] for row in rows.values()} == {0}
+    heads = (
+        "shapes", "`auto`, `step_us`: mean", "p99", "`auto` for latency, `gap_us`: mean", "p99 of gaps",
+        "plain `auto`, `gap_us`: mean", "p99 of its gaps", "noise floor, of steps and of gaps",
+        "shapes beyond 10%, of steps and of gaps by `auto` for latency", "`late`, plain `auto`'s bound of 1",
+        "`late`, `auto` for latency's of 1.25", "`full_and_piecewise` over `auto`, `step_us`",
+        "`auto` for latency over plain `auto`, `step_us`",
+    )  # fmt: skip
+    for head, *cells in zip(heads, *columns, strict=True):
+        assert f"| {head} | {' | '.join(cells)} |" in said
+
+
+def bold(row: dict[str, Any]) -> str:
+    """p99, bold where it is beyond the limit."""
+    told = f"{row['p99_regret']:.1%}"
+    return told if row["p99_regret"] <= LIMITS["p99_regret"] else f"**{told}**"
+
+
+def told_over(row: dict[str, Any]) -> str:
+    """A policy over `auto` with its interval, bold where that is below 0."""
+    told = f"{row['over_auto']:.2%} ({100 * row['over_auto_low']:.2f} to {row['over_auto_high']:.2%})"
+    return f"**{told}**" if row["better_than_auto"] else told
+
+
+def test_why_the_larger_draws_steps_are_beyond_the_limit_is_told() -> None:
+    """Two prompts alone in pieces of 288 tokens; what these pieces cost in all, and what `full_and_piecewise` wins."""
+    said, at = section("A larger draw of one load"), raw(LARGER)
+    cells = at["cells"]
+    over = [shape for shape in cells.values() if lost(LARGER, shape) > 0.1]
+    over.sort(key=lambda shape: -lost(LARGER, shape))
+    one, other = over
+    large = "piecewise all:PIECEWISE 288t:@0x1"
+    for shape in over:
+        decodes, prompt, *_ = shape["tokens"]
+        assert (decodes, shape["picks"]["auto"]) == (0, large)
+        assert best_of(LARGER, shape) == f"piecewise all:PIECEWISE {prompt}t:@0x1"
+    (row,) = [row for row in of_load(LARGER) if (row["policy"], row["objective"]) == ("auto", "step_us")]
+    assert lost(LARGER, other) == pytest.approx(row["p99_regret"], abs=1e-5)
+
+    best, pieces = (
+        [" and ".join(f"{figure(shape, way):.1f}" for shape, way in ways) for figure in (expected, took)]
+        for ways in ([(shape, best_of(LARGER, shape)) for shape in over], [(shape, large) for shape in over])
+    )
+    assert (
+        f"one prompt of {one['tokens'][1]} tokens alone, {lost(LARGER, one):.1%}, and one of {other['tokens'][1]}, "
+        f"{lost(LARGER, other):.1%}, which p99 is, as the second worst of {len(cells)}. `auto` took PIECEWISE of 288 "
+        f"tokens: its table has the pieces of just these tokens at {best[0]} ms and those of 288 at {pieces[0]}. "
+        f"They took {best[1]} ms, and those of 288 {pieces[1]}."
+    ) in said
+    stand = measured_regret.weights([shape["times"] for shape in cells.values()], at["steps"][LARGER_LOAD])
+    whole = lost_so = won = won_so = 0.0
+    picked, differ, so = [], [], []
+    for shape, times in zip(cells.values(), stand, strict=True):
+        scores, pick = measured_regret._scores(shape, "step_us", 1.0), shape["picks"]["auto"]
+        other_pick = shape["picks"]["full_and_piecewise"]
+        whole += times * scores.us[scores.oracle]
+        won += times * (scores.us[pick] - scores.us[other_pick])
+        if pick != other_pick:
+            differ.append(shape)
+        if pick == large:
+            picked.append(shape)
+            lost_so += times * (scores.us[pick] - scores.us[scores.oracle])
+            won_so += times * (scores.us[pick] - scores.us[other_pick])
+            if pick != other_pick:
+                so.append(shape)
+    assert all(large in measured_regret._scores(shape, "step_us", 1.0).late for shape in picked)
+    tokens = [sum(shape["tokens"][:2]) for shape in picked]
+    assert (
+        f"The pick is the graph of 288 tokens in {len(picked)} shapes, of {min(tokens)} to {max(tokens)} tokens, and "
+        f"the shortest way in none of them: {lost_so / whole:.2%} of the mean's {row['mean_regret']:.2%} is theirs."
+    ) in said
+    (better,) = [row for row in of_load(LARGER) if row["better_than_auto"] and row["policy"] == "full_and_piecewise"]
+    assert better["objective"] == "step_us"
+    assert won / whole == pytest.approx(-better["over_auto"], abs=1e-5)
+    assert f"{won_so / whole:.2%}" == f"{won / whole:.2%}"
+    assert (
+        f"**`full_and_piecewise` is better than `auto` by steps, by {-better['over_auto']:.2%} "
+        f"({-100 * better['over_auto_high']:.2f} to {-better['over_auto_low']:.2%}).** Their picks differ in "
+        f"{len(differ)} shapes, and in {len(so)} of these `auto` has the graph of 288 tokens: all of the "
+        f"{won_so / whole:.2%} is theirs."
+    ) in said
+    late = [
+        (shape, us[shape["picks"]["auto"]] / min(us.values()) - 1) for shape in cells.values()
+        if shape["picks"]["auto"] in measured_regret._scores(shape, "step_us", 1.0).late
+        for us in [{way: statistics.median(cell["us"]) for way, cell in shape["cells"].items()}]
+    ]  # fmt: skip
+    assert all(shape["picks"]["auto"].startswith("piecewise all:") for shape, _ in late)
+    longer = [over for _, over in late]
+    assert (
+        f"Plain `auto`'s `late` is of {len(late)} shapes, whose pick is another size of PIECEWISE than the shortest "
+        f"way and took {100 * min(longer):.1f} to {max(longer):.1%} longer."
+    ) in said
+    curves = [measured_regret._costs(table["costs"]).piecewise for table in at["tables"]]
+    falls = [" to ".join(f"{curve.at(size) / 1e3:.1f}" for size in (256, 272)) for curve in curves]
+    assert f"both tables' curves fall there, from {falls[0]} ms and from {falls[1]}." in said
+
+
+def test_why_the_larger_draws_gaps_are_beyond_the_limit_is_told() -> None:
+    """What was expected of the ways that were better, when they ended, and how far off such cycles are."""
+    said, at = section("A larger draw of one load"), raw(LARGER)
+    over = [shape for shape in at["cells"].values() if lost(LARGER, shape, "gap_us") > 0.1]
+    mixed = [shape for shape in over if shape["tokens"][0]]
+    alone = [shape["tokens"][1] for shape in over if not shape["tokens"][0]]
+    assert sorted(alone) == [96, 136]
+    two, three = [
+        [shape for shape in mixed if f"@0x{steps}+prefill:PIECEWISE" in best_of(LARGER, shape, "gap_us")]
+        for steps in (2, 3)
+    ]
+    assert (len(two), len(three)) == (5, 1)
+    assert all(shape["picks"]["auto latency"].startswith("piecewise all:") for shape in two)
+    assert "@0x2~" in three[0]["picks"]["auto latency"]
+    worst = sorted((lost(LARGER, shape, "gap_us") for shape in over), reverse=True)
+    (row,) = [row for row in of_load(LARGER) if (row["policy"], row["objective"]) == ("auto latency", "gap_us")]
+    assert worst[1] == pytest.approx(row["p99_regret"], abs=1e-5)
+    assert (
+        f"**p99 of gaps of 40 shapes was no bad luck**: {HOW_MANY_MORE[len(over)]} of {len(at['cells'])} shapes are "
+        f"beyond 10%, by up to {worst[0]:.1%}, and p99 is the second worst, {worst[1]:.1%}. Two are the two prompts "
+        "alone. In five `auto` for latency took PIECEWISE where two decode steps beside the prompt have the shorter "
+        "gap, and in one two such steps where three have."
+    ) in said
+    told, ended = [], []
+    for shape in [*two, *three]:
+        way = best_of(LARGER, shape, "gap_us")
+        least = min(expected(shape, each) for each in shape["cells"])
+        told.append(100 * (expected(shape, way) / least / LATEST - 1))
+        ended.append(100 * (1 - took(shape, way) / took(shape, quickest(shape)[0]) / LATEST))
+    (short,) = [off for shape, off in zip(two, told, strict=False) if shape["tokens"][1] == 15]
+    told_sorted = sorted(told)
+    (most,) = [shape for shape, off in zip([*two, *three], told, strict=True) if off == told_sorted[-1]]
+    assert (
+        f"By the tables these ways end beyond the bound, by {told_sorted[0]:.1f} to {told_sorted[-2]:.1f}% "
+        f"({short:.1f}% beside 15 tokens behind 6,141) and in one by {told_sorted[-1]:.1f}%, {most['tokens'][0]} rows "
+        f"beside {most['tokens'][1]:,} tokens. They ended within it, by {min(ended):.1f} to {max(ended):.1f}%."
+    ) in said
+    found: dict[tuple[int, int], list[tuple[float, str]]] = {}
+    for key, shape in at["cells"].items():
+        rows, prompt, *_ = shape["tokens"]
+        for way, cell in shape["cells"].items():
+            beside = re.fullmatch(r"split decode:FULL (\d+)t/\d+r q=1:@0x\d\S*\+prefill:PIECEWISE \d+t:@1x1", way)
+            if beside and int(beside[1]) == rows and len(cell["us"]) >= 3:
+                ends = next(each for each in ((1, 64), (65, 300), (301, 700), (701, 2048)) if prompt <= each[1])
+                found.setdefault(ends, []).append((100 * (expected(shape, way) / took(shape, way) - 1), key))
+    parts = []
+    for ends in sorted(found):
+        offs, shapes = [off for off, _ in found[ends]], {key for _, key in found[ends]}
+        parts.append((between(offs, "too long", "too short"), statistics.fmean(offs), len(offs), len(shapes)))
+    of = [f"{many} cells of {shapes} shape{'s' * (shapes > 1)}" for *_, many, shapes in parts]
+    assert (
+        "**Expected cycles of decode steps beside a prompt in pieces are too long, of short prompts most**, in graphs "
+        f"of just their rows: with up to 64 tokens {parts[0][0]} ({of[0]}), with 65 to 300 {parts[1][0]} ({of[1]}), "
+        f"with 301 to 700 {parts[2][0]}, {parts[2][1]:.1f}% too long in the mean ({of[2]}), with more {parts[3][0]}, "
+        f"{parts[3][1]:.1f}% too long in the mean ({of[3]})."
+    ) in said
+    assert all(measured_regret._costs(table["costs"]).effects.outlasted_share is None for table in at["tables"])
+    assert "`outlasted_share` is empty in both tables" in said
+
+
+def test_what_a_busy_host_did_to_pieces_is_told() -> None:
+    """The commonest kind of the larger draw by PIECEWISE, beside the next two."""
+    said, at = section("A larger draw of one load"), raw(LARGER)
+    mean, before = (
+        next(row["mean_regret"] for row in of_load(name)
+             if (row["policy"], row["objective"]) == ("piecewise", "step_us"))
+        for name in (LARGER, "dsv2lite")
+    )  # fmt: skip
+    one, *others = sorted(at["cells"].values(), key=lambda shape: -shape["times"])[:3]
+    assert all(shape["tokens"][:2] == [1, 0] for shape in (one, *others))
+    assert round(at["steps"][LARGER_LOAD] / one["times"]) == 3
+    samples = [us / 1e3 for us in one["cells"][one["picks"]["piecewise"]]["us"]]
+    assert len(samples) == 6
+    quick, slow = (f"{min(three):.1f} to {max(three):.1f}" for three in (samples[:3], samples[3:]))
+    times = [took(shape, shape["picks"]["piecewise"]) for shape in others]
+    assert (
+        f"**`piecewise` has {mean:.1%} by steps, where it has {before:.1%} with the 40 shapes**: a third of the steps "
+        f"are of one row over about {one['tokens'][2]:,} tokens, whose PIECEWISE way took {quick} ms by its first "
+        f"three samples and {slow} by its last three, where those of the next two kinds of one row took "
+        f"{times[0]:.1f} and {times[1]:.1f}."
+    ) in said
+
+
 def test_files_that_went_on_are_told() -> None:
     """How many shapes are of the later calibration, of which loads, and how busy the hosts were."""
     words = " ".join("\n".join(DOC).split())
@@ -124,7 +370,12 @@ def test_files_that_went_on_are_told() -> None:
         f"{len(small)} shapes of Qwen2.5-0.5B (of BurstGPT) and {len(large)} of Llama-3.1-8B "
         f"({large.count('mooncake x0.3')} of Mooncake, all of BurstGPT) were measured at fc67869"
     ) in words
-    slow = [table["host_noise"]["slow"] for model in NOW for table in raw(model)["tables"]]
+    larger = [shape["table"] for shape in raw(LARGER)["cells"].values()]
+    assert (
+        f"the larger draw of DeepSeek-V2-Lite's code trace is of two starts too, of {larger.count(0)} and "
+        f"{larger.count(1)} shapes"
+    ) in words
+    slow = [table["host_noise"]["slow"] for model in (*NOW, LARGER) for table in raw(model)["tables"]]
     assert f"in the raw files: {100 * min(slow):.0f} to {max(slow):.0%} of its runs slow" in words
 
 
@@ -178,7 +429,8 @@ def who_is_better(rows: list[dict[str, Any]]) -> str:
     names = " and ".join(f"`{name}`" for name in sorted({row["policy"] for row in found}))
     by = [-100 * row["over_auto"] for row in found]
     kept = len(loads) - len({(row["trace"], row["rate"]) for row in found})
-    return f"**{HOW_MANY[kept]}; {names} by {min(by):.2f} to {max(by):.2f}%**"
+    told = f"{min(by):.2f} to {max(by):.2f}%" if len(by) > 1 else f"{by[0]:.2f}%"
+    return f"**{HOW_MANY[kept]}; {names} by {told}**"
 
 
 def test_the_limits_are_told_as_they_came_out() -> None:
@@ -317,10 +569,20 @@ def test_the_load_beyond_a_limit_is_told() -> None:
     words = " ".join("\n".join(DOC).split())
     over = [row for row in regret() if row["policy"] == measured_regret.AUTO[row["objective"]]
             and row["p99_regret"] > 0.1]  # fmt: skip
-    (gaps,) = over
-    assert (gaps["model"], gaps["trace"], gaps["rate"], gaps["objective"]) == ("dsv2lite", "code", 1.0, "gap_us")
-    (steps,) = [row for row in regret() if (row["model"], row["trace"], row["rate"], row["policy"], row["objective"])
-                == ("dsv2lite", "code", 1.0, "auto", "step_us")]  # fmt: skip
+    assert {(row["model"], row["trace"], row["rate"]) for row in over} == {("dsv2lite", "code", 1.0)}
+    steps, gaps = over
+    (better,) = [row for row in regret() if row["better_than_auto"] and not row["policy"].startswith("auto")]
+    assert (better["model"], better["trace"], better["rate"]) == ("dsv2lite", "code", 1.0)
+    assert (
+        "**Every limit holds on every load but one, DeepSeek-V2-Lite's code trace, of a larger draw: p99 is "
+        f"{steps['p99_regret']:.1%} by steps and {gaps['p99_regret']:.1%} of gaps by `auto` for latency, and "
+        f"`{better['policy']}` is better by {-better['over_auto']:.2%}** "
+        "([a larger draw of one load](#a-larger-draw-of-one-load))."
+    ) in words
+    steps, gaps = (
+        next(row for row in rows_of("dsv2lite") if (row["trace"], row["rate"], row["policy"], row["objective"])
+             == ("code", 1.0, policy, objective)) for objective, policy in measured_regret.AUTO.items()
+    )  # fmt: skip
     cells = raw("dsv2lite")["cells"]
     ((key, shape),) = [
         each for each in cells.items() if each[0].startswith("code x1/") and lost("dsv2lite", each[1], "gap_us") > 0.1
@@ -336,9 +598,9 @@ def test_the_load_beyond_a_limit_is_told() -> None:
     (one, behind), (other, nothing) = drawn["chunks"]
     assert (len(rows), nothing) == (4, 0)
     bound = 1.25 * quickest(shape)[1] / 1e3
-    assert f"p99 of gaps is {gaps['p99_regret']:.1%} on DeepSeek-V2-Lite's code trace**, of steps" in words
     assert (
-        f"of steps {steps['p99_regret']:.1%}. It is one shape of 40, five decodes over {', '.join(rows)} and {last} "
+        f"**With 40 shapes, at 9f1a315, p99 of gaps was {gaps['p99_regret']:.1%} there**, of steps "
+        f"{steps['p99_regret']:.1%}. It is one shape of 40, five decodes over {', '.join(rows)} and {last} "
         f"tokens of KV beside chunks of {one} tokens behind {behind:,} and of {other:,}; it was the one of 7c76117 "
         f"too, with {lost('dsv2lite_fifth', before, 'gap_us'):.1%}. With 40 shapes p99 is the worst one. "
         f"`auto` for latency took PIECEWISE, {took(shape, pick):.1f} ms. Two decode steps beside the prompt, in the "
@@ -448,6 +710,22 @@ def every_size(keys: Sequence[GraphKey], num_tokens: int) -> Sequence[GraphKey]:
     return keys
 
 
+def shapes_of(name: str) -> dict[str, Any]:
+    """The shapes that a run's are of, by load."""
+    file, model = ("regret_shapes_code", "dsv2lite") if name == LARGER else ("regret_shapes", name.partition("_")[0])
+    found: dict[str, Any] = json.loads((RESULTS / "raw" / f"{file}.json").read_text(encoding="utf-8"))[model]
+    return found
+
+
+@functools.cache
+def repicked_by_one(name: str) -> dict[str, Any]:
+    """A run with what its tables would pick by one bound of 1.25 for both objectives."""
+    limits = dict.fromkeys(measured_regret.AUTO, LATEST)
+    found, left_out = measured_regret.repicked(raw(name), shapes_of(name), limits=limits)
+    assert not left_out
+    return found
+
+
 def test_plain_auto_is_told_where_its_gaps_are_longer() -> None:
     """On which loads, now and in the run before, what it takes there; and in how many shapes both pick otherwise."""
     words = " ".join("\n".join(DOC).split())
@@ -457,7 +735,8 @@ def test_plain_auto_is_told_where_its_gaps_are_longer() -> None:
             row for row in regret() if (row["model"], row["policy"], row["objective"]) == ("dsv2lite", policy, "gap_us")
             and (row["trace"], row["rate"]) in {("code", 1.0), ("mooncake", 0.3)}
         ]  # fmt: skip
-        assert [row["trace"] for row in rows] == ["code", "mooncake"]
+        assert [row["trace"] for row in rows] == ["mooncake", "code"]
+        rows.reverse()
         figures[policy] = [[100 * row[figure] for row in rows] for figure in LIMITS]
     (means, tails), (latency, latency_tails) = figures.values()
     (before,) = [row for row in rows_of("dsv2lite_fifth") if (row["policy"], row["objective"]) == ("auto", "gap_us")
@@ -469,29 +748,28 @@ def test_plain_auto_is_told_where_its_gaps_are_longer() -> None:
         f"{latency_tails[1]:.1f}%. At 7c76117, with 1.25, it was so on Mooncake alone ({before['mean_regret']:.1%} and "
         f"{before['p99_regret']:.1%})."
     ) in words
-    assert (
-        "in four of 40 shapes of the code trace, as its bound is 1.0, and in two of Mooncake, by its objective with "
-        "1.25 too, it takes PIECEWISE where `auto` for latency has two or three decode steps beside the prompt."
-    ) in words
-    shapes = json.loads((RESULTS / "raw" / "regret_shapes.json").read_text(encoding="utf-8"))["dsv2lite"]
-    by_one, _ = measured_regret.repicked(raw("dsv2lite"), shapes, limits=dict.fromkeys(measured_regret.AUTO, LATEST))
-    still = [
-        by_one["cells"][key]["picks"]["auto"] == shape["picks"]["auto"]
-        for key, shape in raw("dsv2lite")["cells"].items()
-        if shape["picks"]["auto"] != shape["picks"]["auto latency"]
-    ]
-    assert still == [False] * 4 + [True] * 2
+    cells, by_one = cells_now("dsv2lite"), {
+        key: shape for name in ("dsv2lite", LARGER) for key, shape in repicked_by_one(name)["cells"].items()
+    }  # fmt: skip
+    other = {key: shape["picks"] for key, shape in cells.items()
+             if shape["picks"]["auto"] != shape["picks"]["auto latency"]}  # fmt: skip
+    still = [by_one[key]["picks"]["auto"] == picks["auto"] for key, picks in other.items()]
     differ = [
-        (key.partition(" ")[0], shape["picks"]["auto"].partition(" ")[0], shape["picks"]["auto latency"])
-        for key, shape in raw("dsv2lite")["cells"].items()
-        if shape["picks"]["auto"] != shape["picks"]["auto latency"]
+        (key.partition(" ")[0], picks["auto"].partition(" ")[0], picks["auto latency"]) for key, picks in other.items()
     ]
-    assert [each[:2] for each in differ] == [("code", "piecewise")] * 4 + [("mooncake", "piecewise")] * 2
+    many = len(differ) - 2
+    assert still[:2] == [True] * 2
+    assert [each[:2] for each in differ] == [("mooncake", "piecewise")] * 2 + [("code", "piecewise")] * many
+    assert (
+        f"in {many} of {len(raw(LARGER)['cells'])} shapes of the code trace, in {still[2:].count(False)} by its bound "
+        "of 1.0 alone, and in two of 40 of Mooncake, by its objective with 1.25 too, it takes PIECEWISE where `auto` "
+        "for latency has two or three decode steps beside the prompt."
+    ) in words
     assert all(re.match(r"split decode:FULL \S+ q=1:@0x[23](~\S+)?\+prefill:PIECEWISE", each[2]) for each in differ)
     beyond = [row for row in regret() if (row["policy"], row["objective"]) == ("auto", "gap_us")
               and row["mean_regret"] > 0.02]  # fmt: skip
     assert [(row["model"], row["trace"], row["rate"]) for row in beyond] == [
-        ("dsv2lite", "code", 1.0), ("dsv2lite", "mooncake", 0.3)
+        ("dsv2lite", "mooncake", 0.3), ("dsv2lite", "code", 1.0)
     ]  # fmt: skip
 
 
@@ -603,6 +881,15 @@ def test_shapes_that_were_over_are_told_with_what_they_are_now() -> None:
     ) in words
 
 
+def between(figures: Collection[float], positive: str, negative: str) -> str:
+    """From the least to the most, in words where they have both signs."""
+    least, most = min(figures), max(figures)
+    if least < 0 < most:
+        return f"{-least:.1f}% {negative} to {most:.1f}% {positive}"
+    ends = sorted(abs(each) for each in (least, most))
+    return f"{ends[0]:.1f} to {ends[1]:.1f}% {positive if most > 0 else negative}"
+
+
 def test_picks_that_are_late_are_told() -> None:
     """On which loads, by how many steps, and why on the 0.5B and DeepSeek-V2-Lite."""
     words = " ".join("\n".join(DOC).split())
@@ -610,6 +897,8 @@ def test_picks_that_are_late_are_told() -> None:
              if row["late"] and row["policy"] == measured_regret.AUTO[row["objective"]]
              and row["first_token_limit"] == LATEST}  # fmt: skip
     mixture, one, six, conversation, code, often, mooncake = share.values()
+    with_40 = next(row["late"] for row in rows_of("dsv2lite") if row["late"] and row["policy"] == "auto latency"
+                   and (row["trace"], row["objective"]) == ("code", "gap_us"))  # fmt: skip
     assert list(share) == [
         ("dsv2lite", "code", 1.0), ("qwen05b", "code", 1.0), ("qwen05b", "code", 6.0),
         ("llama1b", "conversation", 3.0), ("llama1b", "code", 1.0), ("llama1b", "code", 6.0),
@@ -619,7 +908,23 @@ def test_picks_that_are_late_are_told() -> None:
         f"Llama-3.2-1B's do in **{often} of the steps of the code trace at six times its rate** (five shapes), "
         f"{conversation} of conversation x3 (two), {mooncake} of Mooncake and {code} of the code trace (one each); the "
         f"0.5B's in {one.rstrip('%')} and {six} of its code traces (one shape each), DeepSeek-V2-Lite's by `auto` "
-        f"for latency in {mixture} of its code trace (one), the 8B's in none."
+        f"for latency in {mixture} of its code trace (three), the 8B's in none."
+    ) in words
+    found = [
+        (shape, pick) for shape in raw(LARGER)["cells"].values()
+        if is_late(shape, pick := shape["picks"]["auto latency"])
+    ]  # fmt: skip
+    assert all("@0x3+prefill:PIECEWISE" in pick for _, pick in found)
+    prompts = [shape["tokens"][1] for shape, _ in found]
+    beyond = [took(shape, pick) / took(shape, quickest(shape)[0]) / LATEST - 1 for shape, pick in found]
+    told, ways = [-100 * over_expected(*each) for each in found], [
+        100 * over_expected(shape, quickest(shape)[0]) for shape, _ in found
+    ]  # fmt: skip
+    assert (
+        f"On DeepSeek-V2-Lite's {HOW_MANY[len(found)]} three decode steps begin at once beside prompts of "
+        f"{min(prompts):,} to {max(prompts):,} tokens and end {100 * min(beyond):.1f} to {max(beyond):.1%} beyond the "
+        f"bound. They took {between(told, 'less', 'more')} than expected, and the quickest way "
+        f"{between(ways, 'more', 'less')}."
     ) in words
     assert f"and by `auto` for latency in {mixture} on DeepSeek-V2-Lite's code trace" in GUIDE
     assert f"in up to {often} of a load's steps on Llama-3.2-1B" in GUIDE
@@ -646,13 +951,14 @@ def test_picks_that_are_late_are_told() -> None:
     without, whole = (
         next(row for row in rows if (row["model"], row["trace"], row["rate"], row["policy"], row["objective"])
              == ("dsv2lite", "code", 1.0, "auto latency", "gap_us"))["mean_regret"]
-        for rows in (measured_regret.summarise(rest, "code x1"), regret())
+        for rows in (measured_regret.summarise(rest, "code x1"), rows_of("dsv2lite"))
     )  # fmt: skip
     assert (
+        f"With 40 shapes, at 9f1a315, it was one ({with_40:.1%} of the steps): two decode steps begin at once "
         f"beside a prompt of {shape['tokens'][1]:,} tokens, as at 7c76117. They took {took(shape, pick):.1f} ms, "
         f"{-over_expected(shape, pick):.1%} less than expected, and the quickest way {took(shape, way):.1f}, "
         f"{-over_expected(shape, way):.1%} less, so that the bound was {1.25 * took(shape, way):.1f}. Without this "
-        f"shape the load's gaps are {without:.1%} off in the mean, where they are {whole:.1%}."
+        f"shape the load's gaps were {without:.1%} off in the mean, where they were {whole:.1%}."
     ) in words
 
 
@@ -700,7 +1006,13 @@ def test_what_is_left_is_told() -> None:
              for shape in raw(model)["cells"].values() if lost(model, shape) > 0.05]  # fmt: skip
     *small, one, two, three, (_, large) = found
     assert [model for model, _ in found] == [*["qwen05b"] * 4, *["dsv2lite"] * 3, "llama8b"]
-    assert f"are {HOW_MANY_MORE[len(found)]} shapes that lose over 5% of a step" in words
+    assert f"are {HOW_MANY_MORE[len(found)]} shapes, of 40 a load, that lose over 5% of a step" in words
+    larger = [shape for shape in raw(LARGER)["cells"].values() if lost(LARGER, shape) > 0.05]
+    assert all(shape["picks"]["auto"].startswith("piecewise all:PIECEWISE 288t:") for shape in larger)
+    assert (
+        f"{HOW_MANY_MORE[len(larger)].capitalize()} of the larger draw's {len(raw(LARGER)['cells'])} do too, all in "
+        "pieces of 288 tokens ([a larger draw of one load](#a-larger-draw-of-one-load))."
+    ) in words
     ways = [(shape, shape["picks"]["auto"], best_of("dsv2lite", shape)) for _, shape in (one, two, three)]
     sizes = [[int(way.removeprefix("piecewise all:PIECEWISE ").partition("t:")[0]) for way in each[1:]]
              for each in ways]  # fmt: skip
@@ -958,21 +1270,30 @@ def test_how_to_read_regret_is_told_as_it_came_out() -> None:
         f"Llama-3.1-8B, of gaps by `auto` for latency {', '.join(gaps_of[:3])} and {gaps_of[3]}%."
     ) in words
     gaps = [row for row in rows if row["objective"] == "gap_us" and not row["policy"].startswith("auto")]
-    assert not any((row["over_auto_throughput_high"] or 0) < 0 or row["better_than_auto"] for row in gaps)
-    assert "by that no policy is better either" in words
+    assert not any(row["better_than_auto"] for row in gaps)
+    (better,) = [row for row in gaps if (row["over_auto_throughput_high"] or 0) < 0]
+    assert (better["model"], better["trace"], better["rate"]) == ("dsv2lite", "code", 1.0)
+    by, least, most = (-100 * better[f"over_auto_throughput{end}"] for end in ("", "_high", "_low"))
+    assert (
+        f"by that `{better['policy']}` alone is better, on DeepSeek-V2-Lite's code trace, by {by:.2f}% ({least:.2f} "
+        f"to {most:.2f}%)."
+    ) in words
     differ = {
         model: sum(cell["picks"]["auto"] != cell["picks"]["auto latency"] for cell in raw(model)["cells"].values())
         for model in NOW
     }
     assert differ["qwen05b"] == differ["llama1b"] == differ["llama8b"] == 0
     at = raw("dsv2lite")
-    shapes = json.loads((RESULTS / "raw" / "regret_shapes.json").read_text(encoding="utf-8"))["dsv2lite"]
-    by_one, left_out = measured_regret.repicked(at, shapes, limits=dict.fromkeys(measured_regret.AUTO, LATEST))
-    assert not left_out
-    still = sum(cell["picks"]["auto"] != cell["picks"]["auto latency"] for cell in by_one["cells"].values())
+    still, still_larger = (
+        sum(cell["picks"]["auto"] != cell["picks"]["auto latency"] for cell in repicked_by_one(name)["cells"].values())
+        for name in ("dsv2lite", LARGER)
+    )
+    more = raw(LARGER)["cells"]
+    larger = sum(cell["picks"]["auto"] != cell["picks"]["auto latency"] for cell in more.values())
     assert (
-        f"they differ in {differ['dsv2lite']} of {len(at['cells'])}, in {HOW_MANY[differ['dsv2lite'] - still]} by the "
-        "bound of 1.0 alone."
+        f"they differ in {differ['dsv2lite']} of {len(at['cells'])} at 9f1a315, in "
+        f"{HOW_MANY[differ['dsv2lite'] - still]} by the bound of 1.0 alone, and in {larger} of the larger draw's "
+        f"{len(more)}, in {larger - still_larger} so."
     ) in words
     assert {
         (row["model"], row["trace"], row["rate"], row["unsure_shapes"]) for row in rows if row["unsure_shapes"]
@@ -993,20 +1314,19 @@ def test_the_most_over_an_oracle_without_the_bound_is_told() -> None:
     assert (
         f"it is up to {steps[0]}% on Qwen2.5-0.5B, {steps[1]}% on DeepSeek-V2-Lite, {steps[2]}% on Llama-3.2-1B and "
         f"{steps[3]}% on Llama-3.1-8B, of gaps by `auto` for latency {', '.join(gaps[:3])} and {gaps[3]}%: in each of "
-        "these shapes the other choice is eight decode steps beside a prompt, six in DeepSeek-V2-Lite's of gaps, "
-        "beyond the bound, of three samples."
+        "these shapes the other choice is eight decode steps beside a prompt, beyond the bound, of three samples."
     ) in words
     for (model, objective), (worst, load) in most.items():
         over = []
-        for key, shape in raw(model)["cells"].items():
+        for key, shape in cells_now(model).items():
             if key.startswith(load):
                 scores = measured_regret._scores(shape, objective, limits(model)[objective])
                 pick = shape["picks"][measured_regret.AUTO[objective]]
                 over.append((scores.us[pick] / scores.us[scores.unbounded] - 1, shape, scores))
-        by, shape, scores = max(over, key=lambda each: each[0])
+        over.sort(key=lambda each: each[0])
+        by, shape, scores = over[min(len(over) - 1, int(0.99 * len(over)))]
         assert by == pytest.approx(worst, abs=1e-5)
-        six = (model, objective) == ("dsv2lite", "gap_us")
-        assert ("@0x6+prefill:" if six else "@0x8+prefill:") in scores.unbounded
+        assert "@0x8+prefill:" in scores.unbounded
         assert scores.unbounded in scores.late
         assert len(shape["cells"][scores.unbounded]["us"]) == 3
 
@@ -1654,15 +1974,26 @@ def test_the_guide_has_the_most_that_auto_loses() -> None:
         f"at most {mean['qwen05b']} on Qwen2.5-0.5B, {mean['dsv2lite']} on DeepSeek-V2-Lite, {mean['llama1b']} on "
         f"Llama-3.2-1B, {mean['llama8b']} on Llama-3.1-8B, on all 24 loads"
     )
+    assert [(row["model"], row["trace"], row["rate"]) for row in autos if row["p99_regret"] > 0.1] == [
+        ("dsv2lite", "code", 1.0)
+    ]
     assert in_short("the same, p99") == (
-        f"up to {p99['qwen05b']}, {p99['dsv2lite']}, {p99['llama1b']} and {p99['llama8b']}, in that order"
+        f"up to {p99['qwen05b']}, **{p99['dsv2lite']}**, {p99['llama1b']} and {p99['llama8b']}, in that order; within "
+        "10% on 23 of 24 loads"
     )
-    assert not any(row["better_than_auto"] and not row["policy"].startswith("auto") for row in regret())
-    assert in_short("policies better than `auto`") == "no fixed one and no replica, on four models"
+    (better,) = [row for row in regret() if row["better_than_auto"] and not row["policy"].startswith("auto")]
+    assert (better["policy"], better["objective"]) == ("full_and_piecewise", "step_us")
+    by = f"{-100 * better['over_auto_high']:.2f} to {-better['over_auto_low']:.2%}"
+    assert in_short("policies better than `auto`") == (
+        f"no replica on four models; **`{better['policy']}`** on one of 24 loads, DeepSeek-V2-Lite's code trace, by "
+        f"{-better['over_auto']:.2%} ({by})"
+    )
     loads = dict.fromkeys((row["model"], row["trace"], row["rate"]) for row in autos)
     assert len(loads) == 24
-    (over,) = [row["p99_regret"] for row in regret()
-               if row["policy"] == measured_regret.AUTO[row["objective"]] and row["p99_regret"] > 0.1]  # fmt: skip
+    steps_over, over = (row["p99_regret"] for row in regret()
+                        if row["policy"] == measured_regret.AUTO[row["objective"]]
+                        and row["p99_regret"] > 0.1)  # fmt: skip
+    many, shapes = sum(lost(LARGER, shape, "gap_us") > 0.1 for shape in raw(LARGER)["cells"].values()), 167
     code, mooncake = (
         next(row for row in regret() if (row["model"], row["policy"], row["objective"], row["trace"], row["rate"]) ==
              ("dsv2lite", "auto", "gap_us", *load))
@@ -1672,37 +2003,50 @@ def test_the_guide_has_the_most_that_auto_loses() -> None:
         f"plain `auto` there {code['p99_regret']:.1%}, {code['mean_regret']:.1%} in the mean, and on another "
         f"{mooncake['p99_regret']:.1%} and {mooncake['mean_regret']:.1%}"
     )
-    limited = f"within 10% on 23 of 24 loads, **{over:.1%}** on one, by one shape of 40"
+    limited = f"within 10% on 23 of 24 loads, **{over:.1%}** on one, where {many} of {shapes} shapes are beyond"
     assert in_short("p99 of gaps").startswith(f"{limited}; {told}; by today's limit plain `auto`'s mean is up to ")
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert (
-        "at 8cb4544, fc67869 and 9f1a315, on busy hosts: every limit holds on 23 of 24 loads (gaps by `auto` for "
-        in changes
-    )
-    assert (
-        f"latency); p99 of gaps is {over:.1%} on one of DeepSeek-V2-Lite's, whose figures are in the next entry"
-        in changes
-    )
-    mixture = [row for row in regret() if row["model"] == "dsv2lite"]
+        "at 8cb4544, fc67869, 9f1a315 and b653e7c, on busy hosts: every limit holds on 23 of 24 loads; on "
+        f"DeepSeek-V2-Lite's code trace p99 is {steps_over:.1%} by steps and {over:.1%} of gaps (`auto` for latency), "
+        f"and `full_and_piecewise` is better by {-better['over_auto']:.2%}, as the next two entries say"
+    ) in changes
+    first = rows_of("dsv2lite")
     means, tails = (
-        [held(mixture, figure, limit, over_floor=figure == "mean_regret").strip("*")]
-        for figure, limit in LIMITS.items()
+        [held(first, figure, limit, over_floor=figure == "mean_regret").strip("*")] for figure, limit in LIMITS.items()
     )
-    before = held(rows_of("dsv2lite_fifth"), "p99_regret", 0.1).strip("*").rpartition(" ")[2]
-    most = {figure: max(row[figure] for row in mixture if (row["policy"], row["objective"]) == ("auto", "step_us"))
+    before, gaps = (
+        held(rows, "p99_regret", 0.1).strip("*").rpartition(" ")[2] for rows in (rows_of("dsv2lite_fifth"), first)
+    )
+    most = {figure: max(row[figure] for row in first if (row["policy"], row["objective"]) == ("auto", "step_us"))
             for figure in LIMITS}  # fmt: skip
+    was = next(row for row in first if (row["policy"], row["objective"], row["trace"], row["rate"])
+               == ("auto", "gap_us", "code", 1.0))  # fmt: skip
     assert means == [f"all six; up to {most['mean_regret']:.1%}, of gaps {most['mean_regret']:.1%}"]
-    assert tails == [f"five; up to {most['p99_regret']:.1%}, of gaps {over:.1%}"]
+    assert tails == [f"five; up to {most['p99_regret']:.1%}, of gaps {gaps}"]
+    assert who_is_better(first) == HOW_MANY[6]
     assert (
         f"at 9f1a315: means at most {most['mean_regret']:.1%} on all six loads, by steps and by gaps of `auto` for "
-        f"latency, p99 at most {most['p99_regret']:.1%} by steps, and by gaps on five; of gaps it is {over:.1%} on the "
+        f"latency, p99 at most {most['p99_regret']:.1%} by steps, and by gaps on five; of gaps it is {gaps} on the "
         f"code trace, by the one shape of 40 that it was {before} by at 7c76117. Plain `auto`'s gaps, whose limit is 1 "
-        f"now, are {code['mean_regret']:.1%} off in the mean of the code trace and {code['p99_regret']:.1%} at p99, "
+        f"now, are {was['mean_regret']:.1%} off in the mean of the code trace and {was['p99_regret']:.1%} at p99, "
         f"{100 * mooncake['mean_regret']:.1f} and {mooncake['p99_regret']:.1%} on Mooncake. No fixed policy or replica "
-        "is better"
+        "is better by these 40 shapes a load"
+    ) in changes
+    latency = next(row["mean_regret"] for row in regret() if (row["model"], row["policy"], row["objective"],
+                   row["trace"], row["rate"]) == ("dsv2lite", "auto latency", "gap_us", "code", 1.0))  # fmt: skip
+    steps = next(row["mean_regret"] for row in autos if (row["model"], row["trace"], row["rate"])
+                 == ("dsv2lite", "code", 1.0))  # fmt: skip
+    assert (
+        f"DeepSeek-V2-Lite's code trace with a larger draw, {shapes} shapes, at b653e7c: p99 is {steps_over:.1%} by "
+        f"steps, beyond 10% by two shapes of 167, and {over:.1%} of gaps by `auto` for latency, beyond 10% by {many}; "
+        f"means are {100 * steps:.2f} and {latency:.2%}. `full_and_piecewise` is better than `auto` there by "
+        f"{-better['over_auto']:.2%} ({by}). "
     ) in changes
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"within 10% on 23 of them, and {over:.1%} on DeepSeek-V2-Lite's code trace" in readme
+    assert (
+        f"within 10% on 23 of them too, and {over:.1%} on that one, where {many} of {shapes} shapes are beyond"
+    ) in readme
     assert (
         f"at most {mean['qwen05b']} with Qwen2.5-0.5B's shape, {mean['llama1b']} with Llama-3.2-1B's, "
         f"{mean['llama8b']} with Llama-3.1-8B's and {mean['dsv2lite']} with DeepSeek-V2-Lite's"
@@ -1792,8 +2136,10 @@ def test_the_guide_says_of_what_code_its_figures_are() -> None:
         f"the process's grows by {per_cycle:.1f} MiB a cycle, and whether that ends isn't known"
     )
     words = " ".join(GUIDE.split())
-    assert "the choices of 8cb4544 and fc67869 (DeepSeek-V2-Lite's of 9f1a315)" in words
-    assert "Regret is of 9f1a315 (2026-11-30) for DeepSeek-V2-Lite, and of 2026-11-28 for the others" in "\n".join(DOC)
+    assert "the choices of 8cb4544 and fc67869 (DeepSeek-V2-Lite's of 9f1a315, its code trace's of b653e7c)" in words
+    told = "Regret is of 9f1a315 (2026-11-30) for DeepSeek-V2-Lite, its code trace's of b653e7c (the same day), and of"
+    assert f"{told} 2026-11-28 for the others" in "\n".join(DOC)
+    assert "Each load has 40 shapes, DeepSeek-V2-Lite's code trace 167." in words
     before = large[0], total("raw/correct_dsv2lite_second")
     assert all(list(each["steps_by_commit"]) == ["a93eb61", "b0e1207", "8cb4544"] for each in before)
     assert [*large[1]["steps_by_commit"]] == ["dedba98", "c627e2b"]
