@@ -10,13 +10,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy
 import pytest
 
 from benchmarks.gpu import correct, overhead, padded, soak
 from benchmarks.gpu import regret as measured_regret
 from benchmarks.gpu.regret import at_once
-from kpolicy.costs import CostTable
+from kpolicy.costs import CostTable, Curve
 from kpolicy.decision import Launch
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import decode_sizes
@@ -198,6 +199,59 @@ def told_over(row: dict[str, Any]) -> str:
     """A policy over `auto` with its interval, bold where that is below 0."""
     told = f"{row['over_auto']:.2%} ({100 * row['over_auto_low']:.2f} to {row['over_auto_high']:.2%})"
     return f"**{told}**" if row["better_than_auto"] else told
+
+
+def test_what_the_larger_draw_comes_to_over_its_time_is_told() -> None:
+    """By the load's time p99 is less than over its shapes, and on no other load is it near the limit."""
+    said = section("A larger draw of one load")
+    steps, gaps = (
+        [row for row in regret() if (row["objective"], row["policy"]) == each]
+        for each in (("step_us", "auto"), ("gap_us", "auto latency"))
+    )
+
+    def is_larger(row: dict[str, Any]) -> bool:
+        return (row["model"], f"{row['trace']} x{row['rate']:g}") == ("dsv2lite", LARGER_LOAD)
+
+    (step,), (gap,) = ([row for row in rows if is_larger(row)] for rows in (steps, gaps))
+    rest = [row["p99_regret_by_time"] for row in (*steps, *gaps) if not is_larger(row)]
+    assert len(rest) == 2 * 23
+    assert (
+        f"{step['p99_regret_by_time']:.1%} of steps and **{gap['p99_regret_by_time']:.1%}** of gaps by `auto` for "
+        "latency"
+    ) in said
+    assert f"On the other 23 loads it is at most {max(rest):.1%} of steps and of gaps." in said
+
+
+@pytest.mark.parametrize("less_us", [1000.0, 2000.0, 3000.0])
+def test_prompts_told_apart_from_decode_rows_cost_no_steps(less_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The larger draw's cells, picked by tables whose prompts take less than as many decode rows."""
+    at, shapes = raw(LARGER), shapes_of(LARGER)
+
+    def told_apart(costs: CostTable) -> CostTable:
+        def higher(curve: Curve | None) -> Curve | None:
+            sizes = () if curve is None else zip(curve.sizes, curve.us, strict=True)
+            return curve and Curve(curve.sizes, [us + less_us * (size > 256) for size, us in sizes])
+
+        prompts = attrs.evolve(costs.prefill_attention, base_us=costs.prefill_attention.base_us - less_us)
+        ties = costs.ties and attrs.evolve(
+            costs.ties, piecewise=higher(costs.ties.piecewise), eager=higher(costs.ties.eager)
+        )
+        curves = {name: higher(getattr(costs, name)) for name in ("piecewise", "eager")}
+        return attrs.evolve(costs, prefill_attention=prompts, ties=ties, **curves)
+
+    of_file = measured_regret._costs
+    monkeypatch.setattr(measured_regret, "_costs", lambda plain: told_apart(of_file(plain)))
+    found, left = measured_regret.repicked(at, shapes)
+    rows = {(row["objective"], row["policy"]): row for row in measured_regret.summarise(found, LARGER_LOAD)}
+    step, gap = rows["step_us", "auto"], rows["gap_us", "auto latency"]
+    assert not rows["step_us", "full_and_piecewise"]["better_than_auto"]
+    assert left == 4, "picks that weren't measured"
+    said = section("A larger draw of one load")
+    over = [shape for shape in found["cells"].values() if lost(LARGER, shape, "gap_us") > LIMITS["p99_regret"]]
+    assert (
+        f"p99 is {step['p99_regret']:.1%} by steps and {gap['p99_regret']:.1%} of gaps, by {HOW_MANY_MORE[len(over)]} "
+        f"shapes, which over the load's time is {step['p99_regret_by_time']:.1%} and {gap['p99_regret_by_time']:.1%}"
+    ) in said
 
 
 def test_why_the_larger_draws_steps_are_beyond_the_limit_is_told() -> None:
