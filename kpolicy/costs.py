@@ -230,9 +230,7 @@ class AttentionCost:
     requests, or prefill tokens.
 
     Args:
-        base_us: microseconds where there are such rows at all. Of prefill rows it may be below 0: a launch's dense work
-            counts their tokens as decode rows' tokens, and in a mixture of experts those of one prompt choose fewer
-            experts than as many decode rows.
+        base_us: microseconds where there are such rows at all.
         row_us: for each row.
         unit_us: for each unit.
         kv_us: for prefill rows, more for each KV token that a chunk attends to: a short chunk goes through a long
@@ -246,11 +244,8 @@ class AttentionCost:
     kv_us: float = 0.0
 
     def __attrs_post_init__(self) -> None:
-        base_us = self.base_us
-        if not _all_below(1e9, (abs(base_us) if _is_number(base_us, Real) else base_us, *attrs.astuple(self)[1:])):
-            raise ProfileError(
-                f"{self!r}: attention costs are microseconds from 0 up; of prefill rows base_us may be less."
-            )
+        if not _all_below(1e9, attrs.astuple(self)):
+            raise ProfileError(f"{self!r}: attention costs are microseconds from 0 up.")
 
 
 @attrs.frozen
@@ -405,17 +400,6 @@ class CostTable:
             raise ProfileError(
                 f"served has {len(self.served.host_work_us)} times of the fixed work, and host_work_us, which they are "
                 "held to, is 0. Leave them out, or calibrate again."
-            )
-        if self.decode_attention.base_us < 0:
-            raise ProfileError(
-                f"decode_attention has base_us {self.decode_attention.base_us}; only prefill rows' may be below 0."
-            )
-        curves = (self.piecewise, self.eager, *([] if self.mixed is None else [self.mixed]))
-        least_us = min(us for curve in curves for us in curve.us)
-        if self.prefill_attention.base_us < -least_us:
-            raise ProfileError(
-                f"prefill_attention has base_us {self.prefill_attention.base_us}, and a step of prompts takes "
-                f"{least_us} us without it: below 0 it may be by no more than that. Calibrate again."
             )
         if self.decode_attention.kv_us:
             raise ProfileError(

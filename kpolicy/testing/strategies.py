@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import attrs
 from hypothesis import strategies as st
 
 from kpolicy.attention import Claims, HostParams, SupportLevel
@@ -70,13 +69,9 @@ _HOST_PIECEWISE = st.builds(HostCost, st.sampled_from([100.0, 40.0, 333.3, 5.0])
 _HOST_EAGER = st.builds(HostCost, st.sampled_from([5000.0, 1000.0, 20_000.0, 2.0]), _COEFFICIENT, _BY_KIND, _BY_KIND)
 
 
-def _table(source: tuple[bool, bool], spared: float, **fields: Any) -> CostTable:
-    """A table that was measured, or is of kernel tables, or neither; prompts may spare that share of the least step."""
+def _table(source: tuple[bool, bool], **fields: Any) -> CostTable:
+    """A table that was measured, or is of kernel tables, or neither."""
     measured, kernel_tables = source
-    if spared:
-        curves = [curve for name in ("piecewise", "eager", "mixed") if (curve := fields[name]) is not None]
-        base_us = -spared * min(us for curve in curves for us in curve.us)
-        fields["prefill_attention"] = attrs.evolve(fields["prefill_attention"], base_us=base_us)
     return CostTable(measured=measured, kernel_tables=kernel_tables, **fields)
 
 
@@ -84,7 +79,6 @@ _COSTS = st.builds(
     _table,
     version=st.just("drawn"),
     source=st.sampled_from([(False, False), (True, False), (False, True)]),
-    spared=st.sampled_from([0.0, 0.0, 0.4]),
     full=_CURVE,
     piecewise=_CURVE,
     eager=_CURVE,

@@ -10,15 +10,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy
 import pytest
 
 from benchmarks.gpu import correct, overhead, padded, soak
 from benchmarks.gpu import regret as measured_regret
 from benchmarks.gpu.regret import at_once
-from kpolicy.costs import CostTable, Curve
+from kpolicy.costs import CostTable
 from kpolicy.decision import Launch
+from kpolicy.executors.calibrate.table import Kinds, _not_above, _steady
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import decode_sizes
 from kpolicy.middle_profile import middle
@@ -222,22 +222,18 @@ def test_what_the_larger_draw_comes_to_over_its_time_is_told() -> None:
     assert f"On the other 23 loads it is at most {max(rest):.1%} of steps and of gaps." in said
 
 
-@pytest.mark.parametrize("less_us", [1000.0, 2000.0, 3000.0])
-def test_prompts_told_apart_from_decode_rows_cost_no_steps(less_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The larger draw's cells, picked by tables whose prompts take less than as many decode rows."""
-    at, shapes = raw(LARGER), shapes_of(LARGER)
+@pytest.mark.parametrize("spared", [0.1, 0.16, 0.3])
+def test_prompts_told_apart_from_decode_rows_cost_no_steps(spared: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The larger draw's cells, picked as by calibration that knows what own KV spares a prompt."""
+    at, shapes, kinds = raw(LARGER), shapes_of(LARGER), Kinds(256, spared)
 
     def told_apart(costs: CostTable) -> CostTable:
-        def higher(curve: Curve | None) -> Curve | None:
-            sizes = () if curve is None else zip(curve.sizes, curve.us, strict=True)
-            return curve and Curve(curve.sizes, [us + less_us * (size > 256) for size, us in sizes])
-
-        prompts = attrs.evolve(costs.prefill_attention, base_us=costs.prefill_attention.base_us - less_us)
-        ties = costs.ties and attrs.evolve(
-            costs.ties, piecewise=higher(costs.ties.piecewise), eager=higher(costs.ties.eager)
+        full, pieces, eager = (
+            _steady(dict(zip(curve.sizes, curve.us, strict=True)), kinds.noise)
+            for curve in (costs.full, costs.piecewise, costs.eager)
         )
-        curves = {name: higher(getattr(costs, name)) for name in ("piecewise", "eager")}
-        return attrs.evolve(costs, prefill_attention=prompts, ties=ties, **curves)
+        full = _not_above(full, pieces, kinds.loose)
+        return costs.decided_by({"full": full, "piecewise": pieces, "eager": eager, "mixed": costs.mixed})
 
     of_file = measured_regret._costs
     monkeypatch.setattr(measured_regret, "_costs", lambda plain: told_apart(of_file(plain)))
@@ -245,7 +241,7 @@ def test_prompts_told_apart_from_decode_rows_cost_no_steps(less_us: float, monke
     rows = {(row["objective"], row["policy"]): row for row in measured_regret.summarise(found, LARGER_LOAD)}
     step, gap = rows["step_us", "auto"], rows["gap_us", "auto latency"]
     assert not rows["step_us", "full_and_piecewise"]["better_than_auto"]
-    assert left == 4, "picks that weren't measured"
+    assert left == 0, "picks that weren't measured"
     said = section("A larger draw of one load")
     over = [shape for shape in found["cells"].values() if lost(LARGER, shape, "gap_us") > LIMITS["p99_regret"]]
     assert (

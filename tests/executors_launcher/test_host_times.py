@@ -43,10 +43,10 @@ class Bench:
 
     def add(
         self, launches: list[Any], rows: tuple[int, int], *, often: int = 1, others: Any = None,
-        launching: bool = False, own_kv: bool = False,
+        launching: bool = False, **more: Any,
     ) -> int:  # fmt: skip
         assert launching == (launches[0].key is None)
-        del often, own_kv
+        del often, more
         self.asked.append((*rows, launches[0].key))
         self.others.append(others)
         return len(self.asked) - 1
@@ -111,7 +111,7 @@ def test_prompts_are_longer_than_chunks_that_may_be_absorbed() -> None:
     assert min(lengths) > crossover.ABSORBED_LENS[-1]
     timed = Bench()
     Bases(timed, [GraphKey(Part.PIECEWISE, size) for size in (8, 16, 32, 128, 256)], [], 256)  # type: ignore[arg-type]
-    assert timed.short == [128, 128]
+    assert timed.short == [128, 128, 128]
 
 
 def test_without_steps_of_both_kinds_all_rows_cost_what_decodes_do() -> None:

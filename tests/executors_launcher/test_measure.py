@@ -346,11 +346,7 @@ def test_prompts_are_measured_on_their_own_kv_where_none_is(model: Any, monkeypa
     for slots, blocks in own:
         assert slots == [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(len(slots))]
         assert blocks[-1] == NUM_BLOCKS - 1
-    assert {len(slots) for slots, _ in own} == {
-        4,
-        8,
-        16,
-    }  # the smallest tells what a prompt takes more than decode rows
+    assert {len(slots) for slots, _ in own} == {8, 16}  # as many tokens as rows may be decode rows too
     assert model.kv_untouched(range(model.pad_slot))
 
 

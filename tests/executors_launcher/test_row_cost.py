@@ -33,7 +33,7 @@ class Bench:
     def rows(self, decodes: int, *_: int) -> int:
         return decodes
 
-    def add(self, launches: Any, rows: int, **_: bool) -> int:
+    def add(self, launches: Any, rows: int, **_: Any) -> int:
         case, apart_us = next(self._cases), APART_US if launches[0].key.part is Part.FULL else 0.0
         self._times[case] = 1000.0 + ROW_US * rows + (self._base_us + apart_us if rows else 0.0)
         return case

@@ -17,7 +17,7 @@ from kpolicy.attention.support import Claims
 from kpolicy.costs import MANY_DECODES, CostTable, Curve, HostCost
 from kpolicy.executors.calibrate import Calibration
 from kpolicy.executors.calibrate.bench import Wave, _Times
-from kpolicy.executors.calibrate.table import NOISE, _not_above, _steady
+from kpolicy.executors.calibrate.table import ALIKE, NOISE, _not_above, _steady
 from kpolicy.keys import GraphKey
 from kpolicy.ladders import CaptureLadder
 from kpolicy.modes import Part
@@ -68,6 +68,8 @@ def by_recorded_samples(recorded: list[dict[str, Any]]) -> tuple[CostTable, list
             padded = graph != "eager" and key_of(graph).num_tokens > each["decodes"] + each["prompt"]
             assert beside or padded or each["decodes"] == MANY_DECODES, each
             continue
+        if not steps[step(each)]:
+            continue  # a short prompt once more, on its own KV, which wasn't timed then
         mine = steps[step(each)].pop(0)
         bench._times[case] = [_Times(*us) for us in mine["us"]]
         bench._new[case] = [_Times(*us) for us in mine["new_us"]]
@@ -79,7 +81,7 @@ def by_recorded_samples(recorded: list[dict[str, Any]]) -> tuple[CostTable, list
 def overwritten(table: CostTable) -> CostTable:
     """The table with what is decided by in place of what was measured, which calibration wrote before `ties`."""
     full, mixed, pieces, eager = (
-        _steady(dict(zip(curve.sizes, curve.us, strict=True)), NOISE)
+        _steady(dict(zip(curve.sizes, curve.us, strict=True)), ALIKE.noise)
         for curve in (getattr(table, name) for name in CURVES)
     )
     full = _not_above(full, pieces, NOISE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from kpolicy.costs import AttentionCost, CostTable, Curve, HostCost
 from kpolicy.decision import Decision, Launch
 from kpolicy.executors.calibrate import Calibration, bench
 from kpolicy.executors.calibrate.rest import by_size
-from kpolicy.executors.calibrate.table import NOISE, _not_above, _steady, _with_untimed
+from kpolicy.executors.calibrate.table import ALIKE, NOISE, Kinds, _not_above, _steady, _with_untimed
 from kpolicy.executors.calibrate.ties import Point
 from kpolicy.host_speed import launching_takes
 from kpolicy.keys import GraphKey
@@ -54,6 +53,7 @@ TRUE = CostTable(
     ),
 )  # fmt: skip
 WORK_US = 33.0
+PAD_SLOT = 65_536
 LONGEST = 8192
 TOGETHER = 0.1
 """Of the shorter side, where host and device are both busy for long: what of it doesn't overlap"""
@@ -66,7 +66,7 @@ class Machine:
 
     def __init__(
         self, keys: list[GraphKey], *, together: float = 0.0, longest: int = LONGEST, stalls: int = 0,
-        slow: float = 1.0, noise: Callable[[float], float] = lambda _now: 1.0,
+        slow: float = 1.0, noise: Callable[[float], float] = lambda _now: 1.0, spared: float = 0.0,
     ) -> None:  # fmt: skip
         self.captured = frozenset(keys)
         self.launcher = SimpleNamespace(adapter=self)
@@ -78,6 +78,7 @@ class Machine:
         self._stalls = stalls
         self._slow = slow
         self._noise = noise
+        self._spared = spared
         self._runs = 0
         self._last: Any = None
         self._sizes: set[int] = set()
@@ -115,6 +116,9 @@ class Machine:
         if self._stalls and self._runs % self._stalls == 0:
             self.now += 50_000.0
         device = cost.device_us
+        if inputs.slot_mapping[0] != PAD_SLOT:
+            # One prompt, on its own KV.
+            device *= 1 - self._spared
         alone = self.busy <= self.now
         self.behind += not alone
         # Who waits for a device that was kept busy finds the caches cold.
@@ -162,11 +166,14 @@ def calibrated(
     other = GraphKey(Part.FULL, 33, 33, query_len=1)
     registry.plan([other])
     registry.capture(other, bytes=10**9, seconds=50.0, streams=0, graphs=1, pool="another", handle=None)
-    model: Any = SimpleNamespace(vocab=100, pad_slot=65_536, num_blocks=4096, block_size=16, max_model_len=longest)
+    model: Any = SimpleNamespace(vocab=100, pad_slot=PAD_SLOT, num_blocks=4096, block_size=16, max_model_len=longest)
+    if options.get("spared"):
+        model.kv_untouched, model.clear_kv = (lambda _slots: True), (lambda _slots: None)
     calibration = Calibration(machine, registry, model, SETTINGS)
-    while not calibration.measure(allowance_s) and sliced:
-        # Requests are served in between.
-        machine._last = None
+    with calibration.undisturbed():
+        while not calibration.measure(allowance_s) and sliced:
+            # Requests are served in between.
+            machine._last = None
     return calibration.table("found"), machine
 
 
@@ -202,25 +209,31 @@ def test_the_whole_table_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.host_work_us == WORK_US
 
 
-@pytest.mark.parametrize(("base_us", "told_us"), [(-200.0, -200.0), (-900.0, -193.6)])
-def test_a_prompt_may_take_less_than_as_many_decode_rows(
-    monkeypatch: pytest.MonkeyPatch, base_us: float, told_us: float
-) -> None:
-    """As in a mixture of experts, whose experts tokens of one prompt share: base_us is below 0 then.
+def test_pieces_of_prompts_seem_no_cheaper_than_smaller_ones_of_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where own KV spares a prompt a sixth, as in a mixture of experts, a larger size that is timed by one isn't taken.
 
-    Prompts take as long as they do, in sizes whose curve is of decode rows and in those whose curve is of prompts. It
-    is two fifths of the shortest step with prompts at most.
+    What was measured stays as it is. Decode rows don't leave FULL for pieces by it.
     """
-    true = attrs.evolve(TRUE, prefill_attention=attrs.evolve(TRUE.prefill_attention, base_us=base_us))
-    monkeypatch.setattr(sys.modules[__name__], "TRUE", true)
-    found, _ = calibrated(monkeypatch)
-    assert found.prefill_attention.base_us == pytest.approx(told_us, rel=0.05)
-    if base_us == told_us:
-        assert found.piecewise.us == pytest.approx(true.piecewise.us, rel=1e-6)
-        for size in PIECES:
-            batch = BatchShape(prefills=[(size, 0)]).numbers
-            launches = (Launch(Rows.ALL, GraphKey(Part.PIECEWISE, size)),)
-            assert found.cost(launches, batch).device_us == pytest.approx(true.cost(launches, batch).device_us)
+    found, _ = calibrated(monkeypatch, spared=1 / 6)
+    pieces, deciding = found.piecewise, found.deciding
+    smaller, larger = 64, 128
+    assert pieces.at(larger) < pieces.at(smaller) / 1.03, "128 tokens are timed by a prompt, 64 by decode rows"
+    assert deciding.piecewise.at(smaller) == pytest.approx(pieces.at(larger)), "the smaller one has the preference"
+    assert deciding.full.at(smaller) <= deciding.piecewise.at(smaller)
+    assert deciding.piecewise.at(448) == pytest.approx(pieces.at(448)), "both are timed by prompts"
+
+    without, _ = calibrated(monkeypatch)
+    assert without.deciding.piecewise.us == pytest.approx(TRUE.piecewise.us, rel=1e-6)
+
+
+def test_sizes_are_compared_by_what_own_kv_spares() -> None:
+    """A larger size counts as cheaper once it is by more than that, and among sizes of one kind by `NOISE`."""
+    us = {64: 1000.0, 128: 980.0, 256: 1010.0, 512: 850.0}
+    assert _steady(us, ALIKE.noise).us == (1000.0, 980.0, 1010.0, 850.0)
+    assert _steady(us, Kinds(256, 0.1).noise).us == (1000.0, 980.0, 1010.0, 850.0)
+    assert _steady(us, Kinds(256, 0.17).noise).us == (850.0, 850.0, 850.0, 850.0)
+    assert _steady(us, Kinds(64, 0.17).noise).us == (850.0, 980.0, 1010.0, 850.0)
+    assert Kinds(256, 0.99).loose < 1.05, "no more than half is believed"
 
 
 def test_a_host_whose_speed_changes_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +505,7 @@ def test_eager_sizes_that_a_short_allowance_left_out_rise_as_pieces_do() -> None
 def timing(monkeypatch: pytest.MonkeyPatch) -> tuple[bench.Bench, Machine]:
     """A bench of the machine, without cases."""
     machine, model = Machine(keys()), SimpleNamespace(
-        vocab=100, pad_slot=65_536, num_blocks=4096, block_size=16, max_model_len=LONGEST
+        vocab=100, pad_slot=PAD_SLOT, num_blocks=4096, block_size=16, max_model_len=LONGEST
     )  # fmt: skip
     monkeypatch.setattr(bench, "time", machine)
     monkeypatch.setattr(bench, "host_work_us", machine.host_work_us)
@@ -554,7 +567,7 @@ def test_the_hosts_time_is_some_of_the_modes_where_its_own_cases_did_not_come(mo
 )
 def test_noise_between_sizes_is_no_difference(us: dict[int, float], curve: tuple[float, ...]) -> None:
     """Everything else of a table is as measured."""
-    assert _steady(us, NOISE).us == curve
+    assert _steady(us, ALIKE.noise).us == curve
 
 
 @pytest.mark.parametrize(

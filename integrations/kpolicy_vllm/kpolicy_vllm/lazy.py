@@ -16,9 +16,10 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter, sleep
 from typing import Any
 
@@ -123,25 +124,37 @@ def _only(dispatcher: Any, keys: set[GraphKey]) -> Callable[[], None]:
     return undo
 
 
+_COLLECTING = ("collect", "freeze", "unfreeze")
+_LOCK = threading.Lock()
+_STOPPED: list[dict[str, Any]] = []
+"""What `uncollected` has replaced, once for each that is inside it now"""
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Python's garbage stays where it is, whatever asks for it, until the context ends.
 
     Captures mustn't be interrupted by a collection, which frees what the device's allocator has; vLLM collects all
     first, and freezes what is left. Of a server's objects either takes a few hundred milliseconds, and thawing them
-    afterwards undoes the freeze that vLLM makes once when its start is over. Here none is made at all.
+    afterwards undoes the freeze that vLLM makes once when its start is over. Here none is made at all. Runners that
+    share a process may be inside at once: the last to leave puts back what the first one found.
     """
-    enabled, own = gc.isenabled(), {name: getattr(gc, name) for name in ("collect", "freeze", "unfreeze")}
-    gc.disable()
-    for name in own:
-        setattr(gc, name, lambda *_, **__: 0)
+    with _LOCK:
+        found = _STOPPED[0] if _STOPPED else {"enabled": gc.isenabled(), **{n: getattr(gc, n) for n in _COLLECTING}}
+        _STOPPED.append(found)
+        gc.disable()
+        for name in _COLLECTING:
+            setattr(gc, name, lambda *_, **__: 0)
     try:
         yield
     finally:
-        for name, function in own.items():
-            setattr(gc, name, function)
-        if enabled:
-            gc.enable()
+        with _LOCK:
+            _STOPPED.pop()
+            if not _STOPPED:
+                for name in _COLLECTING:
+                    setattr(gc, name, found[name])
+                if found["enabled"]:
+                    gc.enable()
 
 
 class Lazy:
@@ -274,11 +287,13 @@ def attach(runner: Any, state: State) -> None:
     import torch
 
     monitor = importlib.import_module("vllm.compilation.monitor")
+    # Who asks vLLM to collect during captures has it so here too.
+    collects = bool(getattr(importlib.import_module("vllm.envs"), "VLLM_ENABLE_CUDAGRAPH_GC", False))
 
     def capture() -> Any:
         try:
             # vLLM's own, not the integration's wrapper of it, which ends in calibration.
-            with uncollected():
+            with nullcontext() if collects else uncollected():
                 return type(runner).capture_model(runner)
         finally:
             monitor.set_cudagraph_capturing_enabled(False)

@@ -30,9 +30,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from typing import Any
-
-import attrs
+from typing import Any, NamedTuple
 
 from kpolicy.costs import FEW_DECODES, MANY_DECODES, CostTable, Curve
 from kpolicy.decision import Launch
@@ -60,9 +58,8 @@ EAGER_SIZES = (1, 4, 16, 64, 256, 1024)
 NOISE = 0.02
 """Of a time: what is within it of another is as good. Where the host runs the launches, samples tell; see `settled`."""
 _LEAST_US = 0.1
-_MOST_SPARED = 0.4
-"""Of the least step that may have prompts, what a prompt can take less than decode rows (`Bases`): the largest
-correction (`kpolicy.corrections.MOST`) leaves that step something"""
+_MOST_SPARED = 0.5
+"""Of a prompt's time, what its own KV is believed to spare it"""
 _LEAST_SIZES = 2
 """Sizes that say how a curve goes"""
 _OFTEN = 3
@@ -172,6 +169,7 @@ class Calibration:
         pieces = [key for key in keys if key.part is Part.PIECEWISE and key.num_tokens <= longest]
         most_reqs = min(settings.max_num_reqs, settings.max_num_tokens)
         sizes = sorted({size for size in EAGER_SIZES if size < longest} | {longest})
+        self._most_reqs = most_reqs
         bench = Bench(executor, model, None if earlier is None else earlier._bench)
         self._bench: Bench = bench
 
@@ -183,9 +181,10 @@ class Calibration:
 
         def add(key: GraphKey | None, size: int, *, prompt: bool) -> tuple[int, int, bool]:
             rows = bench.rows(0, 0, size) if prompt else bench.rows(size, bench.dense_kv)
+            # Small sizes stand for decode rows too, whose tokens don't come from one prompt.
             return (
                 bench.add(
-                    [Launch(Rows.ALL, key)], rows, own_kv=prompt,
+                    [Launch(Rows.ALL, key)], rows, own_kv=prompt and size > most_reqs,
                     wave=Wave.FAR_APART if key in ends or size in (1, longest) else _wave(key, size),
                 ),
                 size, prompt,
@@ -282,10 +281,6 @@ class Calibration:
             self._decoding.cost(), self._prefilling.cost(), step_us
         )
 
-        # What a prompt spares is told by one size, and no smaller step may be left with nothing.
-        spared_us = _MOST_SPARED * min(map(bench.us, self._measured((*self._mixed, *self._pieces, *self._eager))))
-        prefill_attention = attrs.evolve(prefill_attention, base_us=max(prefill_attention.base_us, -spared_us))
-
         def points(cases: Sequence[tuple[int, int, bool]], *, decodes: bool = False) -> dict[int, Point]:
             found = {}
             device_us = self._of_decodes(cases, step_us) if decodes and not bench.host_runs else self._of_each(step_us)
@@ -306,8 +301,6 @@ class Calibration:
         )  # fmt: skip
         eager, full, mixed, pieces = _measured(*modes)
         assert eager is not None  # noqa: S101 - the first case of all
-        least_us = min(us for curve in (eager, mixed, pieces) if curve is not None for us in curve.us)
-        prefill_attention = attrs.evolve(prefill_attention, base_us=max(prefill_attention.base_us, -least_us))
         full_padding, piecewise_padding = (
             padded.share(curve, decode_attention, step_us)
             for padded, curve in zip(self._padded, (full, pieces), strict=True)
@@ -345,7 +338,8 @@ class Calibration:
             measured_shape=self._shape,
             **_captures(self._registry, self.keys),
         )
-        return table.decided_by(_named(*_curves(*modes, chance=bench.host_runs)))
+        kinds = Kinds(self._most_reqs, self._bases.spared())
+        return table.decided_by(_named(*_curves(*modes, chance=bench.host_runs, kinds=kinds)))
 
 
 def _tokens(key: GraphKey) -> int:
@@ -380,14 +374,39 @@ def _named(
     return {"full": full or mixed or eager, "piecewise": pieces or eager, "eager": eager, "mixed": mixed}
 
 
-def _curves(*modes: dict[int, Point], chance: bool) -> tuple[Curve | None, ...]:
+class Kinds(NamedTuple):
+    """Sizes that decode rows are timed by, and larger ones that a prompt on its own KV is timed by, aren't alike.
+
+    Args:
+        most_reqs: the largest size of the first kind.
+        spared: share of a prompt's time that its own KV spares it (`Bases.spared`), which it may be cheaper by.
+    """
+
+    most_reqs: int = 0
+    spared: float = 0.0
+
+    def noise(self, size: int, larger: int) -> float:
+        """By how much a larger size may seem cheaper and not be: `NOISE`, and beyond the first kind what is spared."""
+        return self.loose if size <= self.most_reqs < larger else NOISE
+
+    @property
+    def loose(self) -> float:
+        return (1 + NOISE) / (1 - min(self.spared, _MOST_SPARED)) - 1
+
+
+ALIKE = Kinds()
+"""Sizes that are all timed by rows of one kind"""
+
+
+def _curves(*modes: dict[int, Point], chance: bool, kinds: Kinds = ALIKE) -> tuple[Curve | None, ...]:
     """Curves that decisions are made by, of EAGER, FULL decodes, FULL graphs that hold prompts and PIECEWISE.
 
     None where one has no sizes.
 
     Args:
         modes: what was measured of each.
-        chance: whether the samples say how far their times may be off; otherwise `NOISE` does.
+        chance: whether the samples say how far their times may be off; otherwise `NOISE` does, and `kinds`.
+        kinds: which sizes were timed by rows of another kind.
     """
     eager, full, mixed, pieces = modes
     if chance:
@@ -399,10 +418,12 @@ def _curves(*modes: dict[int, Point], chance: bool) -> tuple[Curve | None, ...]:
         curves = [settled(*each) if each[0] else None for each in zip(modes, after, strict=True)]
     else:
         curves = [
-            _steady({size: each.us for size, each in points.items()}, NOISE) if points else None for points in modes
+            _steady({size: each.us for size, each in points.items()}, kinds.noise) if points else None
+            for points in modes
         ]
         if curves[1] is not None and curves[3] is not None:
-            curves[1] = _not_above(curves[1], curves[3], NOISE)
+            # Pieces may have the time of a larger size that a prompt was timed by: decode rows don't leave FULL for it.
+            curves[1] = _not_above(curves[1], curves[3], kinds.loose)
     return _with_rise(curves)
 
 
@@ -411,16 +432,20 @@ def _curve(us: dict[int, float]) -> Curve:
     return Curve(sizes, [us[size] for size in sizes])
 
 
-def _steady(us: dict[int, float], noise: float) -> Curve:
+def _steady(us: dict[int, float], noise: Callable[[int, int], float]) -> Curve:
     """A curve to decide by: as measured, but for larger sizes that seem cheaper by what repeats of one size differ by.
 
     There the smaller size gets the larger one's time, and with it the preference: it shares out less padding. Whatever
     is between the two: a policy needn't have graphs of sizes that others had captured.
+
+    Args:
+        us: by size.
+        noise: by how much a larger size may seem cheaper than a smaller one.
     """
     least: dict[int, float] = {}
     for size, mine in us.items():
-        larger_us = (each for larger, each in us.items() if larger > size)
-        least[size] = min((each for each in larger_us if each < mine <= each * (1 + noise)), default=mine)
+        rivals = [(each, noise(size, larger)) for larger, each in us.items() if larger > size and each < mine]
+        least[size] = min((each for each, most in rivals if mine <= each * (1 + most)), default=mine)
     return _curve(least)
 
 

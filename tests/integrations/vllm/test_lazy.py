@@ -18,7 +18,7 @@ from kpolicy.settings import Settings
 from kpolicy_vllm import lazy
 from kpolicy_vllm.config import Config
 from kpolicy_vllm.dispatch import Chooser
-from kpolicy_vllm.lazy import LOOK, Lazy, attach, first, thin, why_not
+from kpolicy_vllm.lazy import LOOK, Lazy, attach, first, thin, uncollected, why_not
 from kpolicy_vllm.state import State
 from kpolicy_vllm.steps import Step
 
@@ -202,11 +202,13 @@ def test_where_it_cannot_all_is_captured_at_the_start(where: str | None, name: s
     assert sum(len(each) for _, each in dispatcher.get_capture_descs()) == len(DECODE) + len(PIECES)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_vllm_s_guard_against_captures_is_up_again_after_each(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+@pytest.mark.parametrize(("fails", "collects"), [(False, False), (True, False), (False, True)])
+def test_vllm_s_guard_against_captures_is_up_again_after_each(
+    monkeypatch: pytest.MonkeyPatch, fails: bool, collects: bool
+) -> None:
     """Also after one that failed; the capture is vLLM's own, not the wrapper that ends in calibration.
 
-    What it does to Python's garbage isn't done meanwhile.
+    What it does to Python's garbage isn't done meanwhile, unless vLLM is asked to.
     """
     guard: list[bool] = []
     collecting: list[bool] = []
@@ -217,6 +219,9 @@ def test_vllm_s_guard_against_captures_is_up_again_after_each(monkeypatch: pytes
     torch.accelerator = SimpleNamespace(synchronize=lambda: None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, monitor.__name__, monitor)
+    envs = ModuleType("vllm.envs")
+    envs.VLLM_ENABLE_CUDAGRAPH_GC = collects  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, envs.__name__, envs)
     server = Server(fails=fails)
     monkeypatch.setattr(lazy, "wrapped", server.wrapped)
 
@@ -247,8 +252,9 @@ def test_vllm_s_guard_against_captures_is_up_again_after_each(monkeypatch: pytes
         monkeypatch.setattr(gc, name, recorder)
     for _ in range(2 * LOOK):
         assert runner.execute_model() == "ran"
-    assert collecting == [False], "nothing is collected in between either"
-    assert not asked, "vLLM's procedure collects all garbage and thaws what vLLM froze while no request moves on"
+    assert collecting == [collects], "nothing is collected in between either"
+    # vLLM's procedure collects all garbage, and thaws what vLLM froze, while no request moves on.
+    assert asked == (["collect", "freeze", "unfreeze"] if collects else [])
     assert {name: getattr(gc, name) for name in recorders} == recorders
     assert gc.isenabled()
     assert guard == [True, False]
@@ -256,7 +262,8 @@ def test_vllm_s_guard_against_captures_is_up_again_after_each(monkeypatch: pytes
 
 
 def test_what_looks_for_graphs_never_ends_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.compilation.monitor", ModuleType("vllm.compilation.monitor"))
+    for name in ("vllm.compilation.monitor", "vllm.envs"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     torch = ModuleType("torch")
     torch.accelerator = SimpleNamespace(synchronize=lambda: None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -266,3 +273,22 @@ def test_what_looks_for_graphs_never_ends_a_step(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Lazy, "look", lambda _self: 1 // 0)
     assert [runner.execute_model() for _ in range(2 * LOOK)] == ["ran"] * 2 * LOOK
     assert server.state.counters.counts["lazy_failed"] == 2
+
+
+def test_runners_of_one_process_leave_collecting_as_the_first_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures that overlap don't end in the order that they began backwards; gc that was off stays off."""
+    asked: list[str] = []
+    monkeypatch.setattr(gc, "collect", functools.partial(asked.append, "collect"))
+    before, was = gc.collect, gc.isenabled()
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        one, two = uncollected(), uncollected()
+        one.__enter__()
+        two.__enter__()
+        one.__exit__(None, None, None)
+        gc.collect()
+        assert (asked, gc.isenabled()) == ([], False)
+        two.__exit__(None, None, None)
+        assert gc.isenabled() is enabled
+        assert gc.collect is before
+    (gc.enable if was else gc.disable)()
