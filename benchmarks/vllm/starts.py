@@ -64,11 +64,14 @@ class Starts(Measurement):
 
     def _started(self, side: Side, what: str) -> dict[str, Any]:
         """What a start took; nothing if it failed, which is told."""
+        given_s = max(10.0, min(START_S, self.left_s()))
         try:
-            row = side.answer(max(10.0, min(START_S, self.left_s())))
+            row = side.answer(given_s)
             self.rows.check(row)
         except (SideError, ConfigError) as error:
             say(f"{what}: FAILED: {error}")
+            if given_s < START_S and isinstance(error, SideError):
+                self._cut.append(self._options.model.name)
             return {}
         say(
             f"{what}: start {row['start_s']} s, compile {row['compile_s']}, profile {row.get('profile_run_s')} + "
@@ -113,7 +116,7 @@ class Starts(Measurement):
             options.out / "vllm_starts.json",
             {
                 "call": self.about["call"], "command": options.command,
-                "commit": commit_of(), "cut_by_the_budget": self._cut,
+                "commit": commit_of(), "cut_by_the_budget": [*dict.fromkeys(self._cut)],
                 "date": options.date, "device": first.get("gpu"),
                 "versions": {name: first.get(name) for name in ("vllm", "torch")},
                 "graphs": {row["side"]: {"graphs": row["graphs"], "sizes": row["sizes"]} for row in rows},

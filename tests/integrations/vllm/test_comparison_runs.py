@@ -574,6 +574,21 @@ def test_how_each_call_was_made_is_published_with_its_rows(tmp_path: Path, monke
     assert second["shims"]["m_kpolicy"] == counts
 
 
+def test_a_start_that_the_budget_ended_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had less than a start may take, and gave no answer by then."""
+    answer = starts.Side.answer
+
+    def late(side: starts.Side, timeout_s: float) -> dict[str, Any]:
+        if timeout_s < starts.START_S and (tmp_path / "starts.jsonl").exists():
+            raise starts.SideError(f"no answer in {timeout_s:.0f} s")
+        return answer(side, timeout_s)
+
+    monkeypatch.setattr(starts.Side, "answer", late)
+    assert start(tmp_path, "--sides", "stock", "--warm", "--budget", "60") == 0
+    assert json.loads((tmp_path / "vllm_starts.json").read_text())["cut_by_the_budget"] == [Path(HERE).name]
+    assert len((tmp_path / "starts.jsonl").read_text().splitlines()) == 1
+
+
 def test_how_starts_were_made_is_published_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they were called, also from a folder with another call's rows and costs; and whether all were made."""
     monkeypatch.setenv("KPOLICY_COMMIT", "abc1234")
