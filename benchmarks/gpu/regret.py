@@ -807,11 +807,22 @@ def _over(
 
 
 def largest(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """(rows of the draw with the most shapes of each model's load, a line of each that is left out)."""
+    """(rows of the draw with the most shapes of each model's load, a line of each that is left out).
+
+    Raises:
+        SystemExit: two files have as many shapes of a load, so that nothing tells which one counts.
+    """
     most: dict[tuple[str, str], int] = {}
+    seen: set[tuple[Any, ...]] = set()
     for row in rows:
         load = row["model"], f"{row['trace']} x{row['rate']:g}"
         most[load] = max(row["shapes"], most.get(load, 0))
+        told = *load, row["objective"], row["policy"], row["shapes"]
+        if told in seen:
+            raise SystemExit(
+                f"{', '.join(load)}: two of the files have {row['shapes']} shapes of it; give --summary one of them."
+            )
+        seen.add(told)
     kept, left_out = [], {}
     for row in rows:
         load = row["model"], f"{row['trace']} x{row['rate']:g}"

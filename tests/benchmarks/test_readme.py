@@ -164,7 +164,7 @@ def starts() -> list[str]:
         line("vLLM, Qwen2.5-0.5B: 44 graphs for 102", *of_vllm(read("h200/vllm_stock_vs_kpolicy.json"))),
         line("the same, a plan of 19", *of_vllm(read("h200/vllm_sides.json")["pairs"]["stock planned"])),
         line(
-            "vLLM, DeepSeek-V2-Lite: 40 graphs for 102, one start",
+            "vLLM, DeepSeek-V2-Lite: 40 graphs for 102, one start with cold caches",
             *of_vllm(read("h200/vllm_stock_vs_kpolicy.json"), "dsv2lite"),
         ),
         line("SGLang, Qwen2.5-0.5B: 98 graphs for 94", *of_sglang(SGLANG[0], DEFAULT)),

@@ -552,6 +552,27 @@ def test_a_larger_draw_of_a_load_is_in_the_table(tmp_path: Path, capsys: pytest.
         assert capsys.readouterr().err == "m, code x6: left out with 1 shapes, as another file has 3\n"
 
 
+def test_two_draws_as_large_of_a_load_are_refused(tmp_path: Path) -> None:
+    """Nothing tells which one counts."""
+    files = [tmp_path / f"{name}.json" for name in ("one", "other")]
+    for file in files:
+        cells = {f"{LOAD}/0": shape(picks("a"), a=1.0, b=2.0)}
+        file.write_text(json.dumps({"model": "m", "cells": cells}))
+    with pytest.raises(SystemExit, match="two of the files have 1 shapes"):
+        regret.main(["--summary", *map(str, files), "--json", str(tmp_path / "table.json")])
+    assert not (tmp_path / "table.json").exists()
+
+
+def test_p99_over_a_loads_time_by_hand() -> None:
+    """Of 99 shapes' 1 us and one of another's: beyond it lies 1% of the oracle's time at most."""
+    common = [shape(picks("a"), a=1.0, b=2.0)] * 99
+    for best_us, p99 in ((0.9, 0.0), (1.1, 1.0)):
+        rare = shape(picks("b"), a=best_us, b=2 * best_us)
+        row = rows_of(*common, rare)["auto"]
+        assert row["p99_regret"] == pytest.approx(1.0), "each shape once: the worst of a hundred"
+        assert row["p99_regret_by_time"] == pytest.approx(p99)
+
+
 def test_a_gap_is_held_to_the_policy_of_that_objective() -> None:
     """In gaps full is compared with auto that wants short gaps."""
     each = shape({"auto": "b", "auto latency": "a", "full": "a"}, a=100.0, b=150.0)

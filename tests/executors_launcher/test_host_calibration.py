@@ -251,7 +251,7 @@ def test_sizes_are_taken_together_up_to_the_next_power_of_two() -> None:
 
 
 def test_a_short_allowance_is_for_more_samples_of_what_decisions_rest_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is thorough comes after three rounds of the rest, and has samples in each from there on."""
+    """What is thorough comes after one round of the rest, and has samples in each from there on."""
     model: Any = SimpleNamespace(vocab=100, pad_slot=32_768, num_blocks=2048, block_size=16, max_model_len=4096)
     host = Host(lambda _now: 1.0)
     host.host_runs = False

@@ -68,7 +68,7 @@ def by_recorded_samples(recorded: list[dict[str, Any]]) -> tuple[CostTable, list
             padded = graph != "eager" and key_of(graph).num_tokens > each["decodes"] + each["prompt"]
             assert beside or padded or each["decodes"] == MANY_DECODES, each
             continue
-        if not steps[step(each)]:
+        if not steps[step(each)] and case in bench._own:
             continue  # a short prompt once more, on its own KV, which wasn't timed then
         mine = steps[step(each)].pop(0)
         bench._times[case] = [_Times(*us) for us in mine["us"]]
@@ -84,7 +84,8 @@ def overwritten(table: CostTable) -> CostTable:
         _steady(dict(zip(curve.sizes, curve.us, strict=True)), ALIKE.noise)
         for curve in (getattr(table, name) for name in CURVES)
     )
-    full = _not_above(full, pieces, NOISE)
+    measured = dict(zip(table.piecewise.sizes, table.piecewise.us, strict=True))
+    full = _not_above(full, measured, pieces, NOISE)
     return attrs.evolve(table, ties=None, full=full, mixed=mixed, piecewise=pieces, eager=eager)
 
 

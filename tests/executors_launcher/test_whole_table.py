@@ -571,16 +571,30 @@ def test_noise_between_sizes_is_no_difference(us: dict[int, float], curve: tuple
 
 
 @pytest.mark.parametrize(
-    ("full", "pieces", "found"),
+    ("full", "pieces", "kinds", "found"),
     [
         # Within the noise FULL takes PIECEWISE's time, which leaves it the preference.
-        ({8: 101.0, 16: 120.0}, {8: 100.0, 16: 130.0}, (100.0, 120.0)),
+        ({8: 101.0, 16: 120.0}, {8: 100.0, 16: 130.0}, ALIKE, (100.0, 120.0)),
         # Beyond it, and at sizes that have no pieces, it keeps its own.
-        ({8: 103.0, 16: 120.0}, {8: 100.0}, (103.0, 120.0)),
+        ({8: 103.0, 16: 120.0}, {8: 100.0}, ALIKE, (103.0, 120.0)),
+        # What a larger size's prompts lend pieces of decode rows they lend FULL too, however much that is,
+        ({64: 102.0}, {64: 100.0, 512: 82.4}, Kinds(256, 0.16), (82.4,)),
+        ({64: 95.0}, {64: 100.0, 512: 82.4}, Kinds(256, 0.16), (82.4,)),
+        # and what decode rows themselves tell apart stays so.
+        ({64: 100.0}, {64: 85.0, 512: 90.0}, Kinds(256, 0.16), (100.0,)),
+        ({64: 103.0}, {64: 100.0, 512: 82.4}, Kinds(256, 0.16), (103.0,)),
     ],
 )
 def test_noise_between_parts_is_no_difference(
-    full: dict[int, float], pieces: dict[int, float], found: tuple[float, ...]
+    full: dict[int, float], pieces: dict[int, float], kinds: Kinds, found: tuple[float, ...]
 ) -> None:
     """The same kernels on the same decode rows: a whole graph leaves the host less to do."""
-    assert _not_above(Curve(full, full.values()), Curve(pieces, pieces.values()), NOISE).us == found
+    deciding = _steady(pieces, kinds.noise)
+    assert _not_above(Curve(full, full.values()), pieces, deciding, NOISE).us == found
+
+
+def test_kv_that_is_there_tells_nothing_of_what_own_kv_spares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the prompt was timed over the same KV twice, and what its times differ by is chance."""
+    monkeypatch.setattr(bench.Bench, "had_own_kv", lambda *_: False)
+    found, _ = calibrated(monkeypatch, spared=1 / 6)
+    assert found.deciding.piecewise.us == found.piecewise.us

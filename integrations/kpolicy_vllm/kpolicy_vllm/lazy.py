@@ -4,8 +4,8 @@ All graphs of the ladder are planned; `first` says which of them vLLM captures w
 many steps the steps that ran are looked at: which graph would the policy have taken, were all of them captured? One
 that was missed `lazy_hot` times is captured by vLLM's own procedure, before the next step: vLLM's guard, which forbids
 captures while it serves, is lifted for as long as that takes, and the device has nothing under way. vLLM collects all
-of Python's garbage before and after captures, which takes most of half a second in a server's process; between steps
-that is left out (`uncollected`).
+of Python's garbage before and after captures, which likely takes most of the half second and more that one took in a
+server's process; between steps that is left out (`uncollected`).
 
 Ranks that run one model together see the same steps and so capture the same graphs at the same step. `why_not` lists
 where that doesn't hold. A capture that fails costs a step its time and is not tried again.
@@ -135,7 +135,7 @@ def uncollected() -> Iterator[None]:
     """Python's garbage stays where it is, whatever asks for it, until the context ends.
 
     Captures mustn't be interrupted by a collection, which frees what the device's allocator has; vLLM collects all
-    first, and freezes what is left. Of a server's objects either takes a few hundred milliseconds, and thawing them
+    first, and freezes what is left. Of a server's objects that likely takes a few hundred milliseconds, and thawing them
     afterwards undoes the freeze that vLLM makes once when its start is over. Here none is made at all. Runners that
     share a process may be inside at once: the last to leave puts back what the first one found.
     """

@@ -21,6 +21,8 @@ LONG_CONTEXT, _SHORT_CHUNK = 4096, 128
 _MANY_DECODES = 128
 PLAIN_PROMPT = 96
 """Tokens of a short prompt that runs as prompts mostly do: of MLA's, chunks of up to 64 may be absorbed."""
+_LEAST_SPARED = 0.03
+"""Of a short prompt's time, what counts as spared by its own KV: two samples of one step differ by 2% and more"""
 _MOST_BASE = 0.2
 """Of a step, that attention's base can be: more is noise."""
 
@@ -82,15 +84,16 @@ class Bases:
         self._steps[name] = _Step(self._bench.add([Launch(Rows.ALL, key)], rows), decodes, prompt)
 
     def spared(self) -> float:
-        """Share of a short prompt's time that its own KV spares it; 0 where that isn't known.
+        """Share of a short prompt's time that its own KV spares it; 0 where that isn't known, or may be chance.
 
-        Its tokens are the more alike for it, so that a mixture of experts reads fewer experts' weights: on an H200 a
-        prompt of 96 tokens of DeepSeek-V2-Lite took 14.1 ms so, and 16.8 over zeros (docs/measured_gpu.md#regret).
+        Its tokens are likely the more alike for it, so that a mixture of experts reads fewer experts' weights: what a
+        larger draw of shapes found on an H200 can be told by that (docs/measured_gpu.md#a-larger-draw-of-one-load).
         """
-        bench, short = self._bench, self._steps.get("short prompt")
-        if self._own_kv is None or short is None or not (bench.measured(self._own_kv) and bench.measured(short.case)):
+        bench, own, short = self._bench, self._own_kv, self._steps.get("short prompt")
+        if own is None or short is None or not (bench.had_own_kv(own) and bench.measured(own)):
             return 0.0
-        return max(1 - bench.us(self._own_kv) / bench.us(short.case), 0.0)
+        share = 1 - bench.us(own) / bench.us(short.case) if bench.measured(short.case) else 0.0
+        return share if share > _LEAST_SPARED else 0.0
 
     def added(
         self, decode: AttentionCost, prefill: AttentionCost, step_us: float

@@ -147,6 +147,8 @@ class Bench:
         self._adapter = executor.launcher.adapter
         self._cases: list[tuple[Decision, StepInputs]] = []
         self._own: list[int] = []
+        self._had: set[int] = set()
+        """Of these, the cases that had their own KV"""
         self._launching: set[int] = set()
         self._others: dict[int, Callable[[int], StepInputs]] = {}
         self._times: list[list[_Times]] = []
@@ -242,6 +244,10 @@ class Bench:
             self._runs = self._in_rounds()
         return all(goes_on and time.perf_counter() <= self._stop_s for goes_on in self._runs)
 
+    def had_own_kv(self, case: int) -> bool:
+        """Whether that case was to attend to its own KV, and there was KV that it could write."""
+        return case in self._had
+
     def end(self) -> None:
         """Nothing is measured any more: what is under way holds this bench, and with it the executor."""
         self._runs = iter(())
@@ -269,6 +275,7 @@ class Bench:
         for case, (decision, inputs) in prompts.items():
             own = inputs._replace(slot_mapping=list(slots[: len(inputs.token_ids)]), block_table=[blocks])
             self._cases[case] = decision, own
+            self._had.add(case)
         lost = False
         try:
             yield

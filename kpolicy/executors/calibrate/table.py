@@ -27,7 +27,7 @@ import math
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -422,8 +422,7 @@ def _curves(*modes: dict[int, Point], chance: bool, kinds: Kinds = ALIKE) -> tup
             for points in modes
         ]
         if curves[1] is not None and curves[3] is not None:
-            # Pieces may have the time of a larger size that a prompt was timed by: decode rows don't leave FULL for it.
-            curves[1] = _not_above(curves[1], curves[3], kinds.loose)
+            curves[1] = _not_above(curves[1], {size: each.us for size, each in pieces.items()}, curves[3], NOISE)
     return _with_rise(curves)
 
 
@@ -485,14 +484,20 @@ def _rising_as(mixed: Curve, pieces: Curve) -> Curve:
     return Curve((*mixed.sizes, *beyond), (*mixed.us, *(max(us, mixed.us[-1]) for us in rise)))
 
 
-def _not_above(full: Curve, pieces: Curve, noise: float) -> Curve:
+def _not_above(full: Curve, measured: Mapping[int, float], pieces: Curve, noise: float) -> Curve:
     """FULL's curve where PIECEWISE seems cheaper at a size by what repeats differ by: the same kernels, one launch.
 
     There both take PIECEWISE's time, and FULL the preference: the host, whose speed changes, does less.
+
+    Args:
+        full: to decide by.
+        measured: what pieces took by size, on the same rows.
+        pieces: to decide by: less where a larger size, of prompts' time or any other's, stands for it.
+        noise: by how much FULL may seem dearer on the same rows, and not be.
     """
     of = dict(zip(pieces.sizes, pieces.us, strict=True))
     us = [
-        of[size] if size in of and of[size] < us <= of[size] * (1 + noise) else us
+        of[size] if size in of and of[size] < us <= measured[size] * (1 + noise) else us
         for size, us in zip(full.sizes, full.us, strict=True)
     ]
     return Curve(full.sizes, us)

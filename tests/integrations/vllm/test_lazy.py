@@ -280,15 +280,17 @@ def test_runners_of_one_process_leave_collecting_as_the_first_found_it(monkeypat
     asked: list[str] = []
     monkeypatch.setattr(gc, "collect", functools.partial(asked.append, "collect"))
     before, was = gc.collect, gc.isenabled()
-    for enabled in (True, False):
-        (gc.enable if enabled else gc.disable)()
-        one, two = uncollected(), uncollected()
-        one.__enter__()
-        two.__enter__()
-        one.__exit__(None, None, None)
-        gc.collect()
-        assert (asked, gc.isenabled()) == ([], False)
-        two.__exit__(None, None, None)
-        assert gc.isenabled() is enabled
-        assert gc.collect is before
-    (gc.enable if was else gc.disable)()
+    try:
+        for enabled in (True, False):
+            (gc.enable if enabled else gc.disable)()
+            one, two = uncollected(), uncollected()
+            one.__enter__()
+            two.__enter__()
+            one.__exit__(None, None, None)
+            gc.collect()
+            assert (asked, gc.isenabled()) == ([], False)
+            two.__exit__(None, None, None)
+            assert gc.isenabled() is enabled
+            assert gc.collect is before
+    finally:
+        (gc.enable if was else gc.disable)()
