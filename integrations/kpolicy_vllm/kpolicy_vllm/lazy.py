@@ -135,9 +135,9 @@ def uncollected() -> Iterator[None]:
     """Python's garbage stays where it is, whatever asks for it, until the context ends.
 
     Captures mustn't be interrupted by a collection, which frees what the device's allocator has; vLLM collects all
-    first, and freezes what is left. Of a server's objects that likely takes a few hundred milliseconds, and thawing them
-    afterwards undoes the freeze that vLLM makes once when its start is over. Here none is made at all. Runners that
-    share a process may be inside at once: the last to leave puts back what the first one found.
+    first, and freezes what is left. Of a server's objects that likely takes a few hundred milliseconds, and thawing
+    them afterwards undoes the freeze that vLLM makes once when its start is over. Here none is made at all. Runners
+    that share a process may be inside at once: the last to leave puts back what the first one found.
     """
     with _LOCK:
         found = _STOPPED[0] if _STOPPED else {"enabled": gc.isenabled(), **{n: getattr(gc, n) for n in _COLLECTING}}
