@@ -812,27 +812,19 @@ def largest(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
     Raises:
         SystemExit: two files have as many shapes of a load, so that nothing tells which one counts.
     """
-    most: dict[tuple[str, str], int] = {}
+    loads = [f"{row['model']}, {row['trace']} x{row['rate']:g}" for row in rows]
+    most: dict[str, int] = {}
     seen: set[tuple[Any, ...]] = set()
-    for row in rows:
-        load = row["model"], f"{row['trace']} x{row['rate']:g}"
+    for load, row in zip(loads, rows, strict=True):
         most[load] = max(row["shapes"], most.get(load, 0))
-        told = *load, row["objective"], row["policy"], row["shapes"]
+        told = load, row["objective"], row["policy"], row["shapes"]
         if told in seen:
-            raise SystemExit(
-                f"{', '.join(load)}: two of the files have {row['shapes']} shapes of it; give --summary one of them."
-            )
+            raise SystemExit(f"{load}: two of the files have {row['shapes']} shapes of it; give --summary one of them.")
         seen.add(told)
-    kept, left_out = [], {}
-    for row in rows:
-        load = row["model"], f"{row['trace']} x{row['rate']:g}"
-        if row["shapes"] == most[load]:
-            kept.append(row)
-        else:
-            left_out[f"{', '.join(load)}: left out with {row['shapes']} shapes, as another file has {most[load]}"] = (
-                None
-            )
-    return kept, list(left_out)
+    drawn = list(zip(loads, rows, strict=True))
+    kept = [row for load, row in drawn if row["shapes"] == most[load]]
+    fewer = dict.fromkeys((load, row["shapes"]) for load, row in drawn if row["shapes"] < most[load])
+    return kept, [f"{load}: left out with {shapes} shapes, as another file has {most[load]}" for load, shapes in fewer]
 
 
 def better(rows: Sequence[dict[str, Any]]) -> list[str]:

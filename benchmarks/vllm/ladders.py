@@ -62,11 +62,8 @@ def arguments_of(name: str, shim: dict[str, Any], *, max_seqs: int, max_tokens: 
         settings = Settings(max_num_reqs=max_seqs, max_num_tokens=max_tokens)
         sizes = one_list(default_sizes(settings, wide=wide_layers(SimpleNamespace(**layers))))
         return {"compilation_config": {"cudagraph_capture_sizes": sizes}}
-    if name == "planned" and plan is not None:
-        planned: dict[str, Any] = json.loads(json.dumps(shim))
-        planned["additional_config"]["kpolicy"]["plan"] = str(plan.resolve())
-        return planned
-    more = {"paced": paced, **OTHERWISE}.get(name)
+    planned = {} if plan is None else {"planned": {"plan": str(plan.resolve())}}
+    more = {"paced": paced, **planned, **OTHERWISE}.get(name)
     if more is not None:
         told: dict[str, Any] = json.loads(json.dumps(shim))
         told["additional_config"]["kpolicy"].update(more)

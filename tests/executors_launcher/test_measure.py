@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from kpolicy.decision import Launch  # noqa: E402
 from kpolicy.engine import Engine  # noqa: E402
 from kpolicy.errors import ConfigError, GraphReplayError, StickyDeviceError  # noqa: E402
 from kpolicy.executors.calibrate import Calibration  # noqa: E402
@@ -17,7 +18,7 @@ from kpolicy.executors.calibrate.bench import Bench  # noqa: E402
 from kpolicy.executors.cpu import CpuExecutor  # noqa: E402
 from kpolicy.executors.device import Failure  # noqa: E402
 from kpolicy.keys import GraphKey  # noqa: E402
-from kpolicy.modes import Part  # noqa: E402
+from kpolicy.modes import Part, Rows  # noqa: E402
 from kpolicy.reasons import Reason  # noqa: E402
 from kpolicy.registry import GraphRegistry, GraphState  # noqa: E402
 from kpolicy.settings import Settings  # noqa: E402
@@ -360,6 +361,22 @@ def test_kv_of_requests_stays_while_it_is_measured(model: Any, monkeypatch: pyte
     assert {slot for slots, _ in own_prompts(model, monkeypatch) for slot in slots} == {model.pad_slot}
     for cache, kept in zip(model.kv_caches(), before, strict=True):
         assert torch.equal(cache[: model.pad_slot], kept)
+    model.clear_kv()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_case_had_its_own_kv_only_where_none_is_held(model: Any, held: bool) -> None:
+    """What own KV spares a prompt is told by such cases alone."""
+    model.clear_kv()
+    timed = Bench(CpuExecutor(model), model)
+    rows = timed.rows(0, 0, 4)
+    own, other = (timed.add([Launch(Rows.ALL, None)], rows, own_kv=each) for each in (True, False))
+    if held:
+        for cache in model.kv_caches():
+            cache[model.pad_slot - 3] = 0.5
+    with timed.own_kv():
+        pass
+    assert (timed.had_own_kv(own), timed.had_own_kv(other)) == (not held, False)
     model.clear_kv()
 
 

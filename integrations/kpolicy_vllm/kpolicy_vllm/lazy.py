@@ -288,7 +288,7 @@ def attach(runner: Any, state: State) -> None:
 
     monitor = importlib.import_module("vllm.compilation.monitor")
     # Who asks vLLM to collect during captures has it so here too.
-    collects = bool(getattr(importlib.import_module("vllm.envs"), "VLLM_ENABLE_CUDAGRAPH_GC", False))
+    collects: bool = importlib.import_module("vllm.envs").VLLM_ENABLE_CUDAGRAPH_GC
 
     def capture() -> Any:
         try:

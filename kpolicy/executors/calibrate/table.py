@@ -417,12 +417,10 @@ def _curves(*modes: dict[int, Point], chance: bool, kinds: Kinds = ALIKE) -> tup
         after = [(), (pieces, of_fewest), (pieces, all_eager), (all_eager,)]
         curves = [settled(*each) if each[0] else None for each in zip(modes, after, strict=True)]
     else:
-        curves = [
-            _steady({size: each.us for size, each in points.items()}, kinds.noise) if points else None
-            for points in modes
-        ]
+        us = [{size: each.us for size, each in points.items()} for points in modes]
+        curves = [_steady(each, kinds.noise) if each else None for each in us]
         if curves[1] is not None and curves[3] is not None:
-            curves[1] = _not_above(curves[1], {size: each.us for size, each in pieces.items()}, curves[3], NOISE)
+            curves[1] = _not_above(curves[1], us[3], curves[3], NOISE)
     return _with_rise(curves)
 
 

@@ -262,8 +262,10 @@ def test_vllm_s_guard_against_captures_is_up_again_after_each(
 
 
 def test_what_looks_for_graphs_never_ends_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("vllm.compilation.monitor", "vllm.envs"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.compilation.monitor", ModuleType("vllm.compilation.monitor"))
+    envs = ModuleType("vllm.envs")
+    envs.VLLM_ENABLE_CUDAGRAPH_GC = False  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, envs.__name__, envs)
     torch = ModuleType("torch")
     torch.accelerator = SimpleNamespace(synchronize=lambda: None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch", torch)
