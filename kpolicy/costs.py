@@ -187,6 +187,20 @@ class Curve:
 
         return Curve(sizes, [held(size) for size in sizes])
 
+    def going_on_as(self, other: Curve) -> Curve:
+        """This curve, beyond its own last size as far above or below another as it is there: of the same work.
+
+        The same curve where the other ends no later, doesn't span that size, or falls by as much as this one takes.
+        """
+        last = self.sizes[-1]
+        if not (other.spans(last) and other.sizes[-1] > last):
+            return self
+        more, first = self.us[-1] - other.at(last), bisect_left(other.sizes, last + 1)
+        beyond = [us + more for us in other.us[first:]]
+        if min(beyond) <= 0:
+            return self
+        return Curve((*self.sizes, *other.sizes[first:]), (*self.us, *beyond))
+
     def upto(self, most: int) -> list[float]:
         """`at` for every size from 0 to `most`, 0 being 0: segment by segment, because a table is made of thousands."""
         sizes, us = self.sizes, self.us

@@ -102,6 +102,21 @@ def test_a_curve_held_to_another_goes_on_as_steep_as_it_was() -> None:
     assert both == Curve((100, 200, 220), (100.0, 190.0, 208.0))
 
 
+def test_a_curve_goes_on_as_another_that_ends_later() -> None:
+    """As far above or below it as at its own last size, and so as steep beyond both."""
+    pieces = Curve((16, 704, 896), (50.0, 167.0, 194.0))
+    eager = Curve((16, 704, 896, 1024), (45.0, 167.0, 190.0, 218.0))
+    longer = pieces.going_on_as(eager)
+    assert longer == Curve((16, 704, 896, 1024), (50.0, 167.0, 194.0, 222.0))
+    assert longer.at(4096) - eager.at(4096) == pytest.approx(4.0)
+    assert Curve((16, 896), (45.0, 160.0)).going_on_as(longer) == Curve((16, 896, 1024), (45.0, 160.0, 188.0))
+    assert eager.going_on_as(pieces) is eager
+    assert eager.going_on_as(eager) is eager
+    # What it would go on by is no time, and another that begins later says nothing.
+    assert Curve((16, 20), (1.0, 1.0)).going_on_as(Curve((16, 30), (100.0, 50.0))).sizes == (16, 20)
+    assert Curve((1, 4), (1.0, 1.0)).going_on_as(Curve((16, 30), (1.0, 2.0))).sizes == (1, 4)
+
+
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.5, 1e4)), min_size=1, max_size=6), st.integers(1, 900))
 def test_a_curve_stays_between_its_points(points: list[tuple[int, float]], size: int) -> None:
     """Inside what was measured a curve lies between its neighbours; it is never negative."""

@@ -59,11 +59,11 @@ def test_a_graph_is_given_up_where_eager_is_surely_cheaper(device_us: float, hos
 
 
 def test_above_vllm_s_own_sizes_a_slow_host_gives_nothing_up() -> None:
-    """There vLLM itself is eager: what is cheaper by more than noise is taken, and of ways as quick fewer launches."""
+    """There vLLM itself is eager: of decodes what is cheaper by more than noise is, and of ways as quick the graph."""
     near, clear = made_for(990.0, 900.0), made_for(970.0, 900.0)
     for made in (near, clear):
         assert made.cell(512, 0).label == ("full", "within_doubt")
-    assert near.cell(513, 0).label == ("piecewise", "within_doubt")
+    assert near.cell(513, 0).label == ("eager", "eager_is_cheaper")
     assert near.entry(Step(513, 513, 513, 1, 1)).label == ("full", "within_doubt")
     assert clear.cell(513, 0).label == clear.entry(Step(513, 513, 513, 1, 1)).label == ("eager", "eager_is_cheaper")
     # Above all graphs there is nothing to doubt.
@@ -72,6 +72,35 @@ def test_above_vllm_s_own_sizes_a_slow_host_gives_nothing_up() -> None:
     made = made_for(970.0, 900.0, Settings(max_num_reqs=100, max_num_tokens=2048))
     assert made.cell(200, 0).label == ("full", "within_doubt")
     assert made.cell(201, 0).label == ("eager", "eager_is_cheaper")
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise"])
+@pytest.mark.parametrize(
+    ("eager_us", "wanted"), [(1010.0, ("eager", "within_doubt")), (1030.0, ("mode", "cheapest_measured"))]
+)
+def test_prompts_above_vllm_s_own_sizes_leave_eager_for_what_is_clearly_cheaper(
+    eager_us: float, wanted: tuple[str, str], mode: str
+) -> None:
+    """At vLLM's own sizes, and of decodes, the graph of the two."""
+    made = made_for(eager_us, 900.0)
+    if mode == "full":
+        made.state.install_costs(attrs.evolve(made.state.costs, piecewise=Curve((1, 8192), (1500.0, 1500.0))))
+        key = GraphKey(Part.FULL, 1024, 1024)
+        made.set_keys({**made.desc_of, key: key})
+        made.state.registry.capture(key, bytes=1, seconds=0.0)
+        made.state.graphs_captured()
+    entry = made.entry(Step(513, 4, 3))
+    assert entry.label == tuple(mode if each == "mode" else each for each in wanted)
+    assert (entry.key is None) is (wanted[0] == "eager")
+    assert made.cell(512, 3).label[0] != "eager"
+    assert made.entry(Step(513, 513, 513, 1, 1)).label[0] == "full"
+    assert made.entry(Step(513, 4, 3, forbidden=Mode.EAGER.bit)).label[0] == mode
+
+
+def test_a_policy_with_a_rule_of_its_own_keeps_its_graphs() -> None:
+    made = chooser("piecewise", LIMITS)
+    made.state.install_costs(made_for(1010.0, 900.0).state.costs)
+    assert made.cell(513, 3).label[0] == "piecewise"
 
 
 def test_beside_a_long_chunk_decodes_are_not_counted() -> None:

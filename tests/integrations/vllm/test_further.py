@@ -119,7 +119,7 @@ def test_eager_decodes_are_timed_to_as_many_as_graphs_hold(monkeypatch: Any) -> 
     """On a slow core too, where steps that are timed whole come to 256 rows: a line beyond those would be too low."""
     table, state = calibrated(monkeypatch, functools.partial(steeper_in_rows, launching=2.0))
     assert set(table.eager.sizes) >= {1, 8, 64, 256, 1024}
-    assert table.eager.sizes[-1] == 1024
+    assert table.eager.sizes[-1] == table.piecewise.sizes[-1] == 1280  # beyond 1024 as its pieces go on
     assert table.eager.at(1024) == pytest.approx(4400 + 11 * 1024 + 7.5 * 768, rel=0.02)  # its pieces' time
     sizes = (1, 8, 64, 256)
     few = Curve(sizes, [table.eager.at(size) for size in sizes])
@@ -134,6 +134,30 @@ def test_eager_decodes_that_take_the_host_longer_than_their_graph_takes_are_left
     """Even where the core was slow just then: the time is for graphs."""
     _, state = calibrated(monkeypatch, functools.partial(steeper_in_rows, launching=4.0))
     assert (("eager", 1024), 1024, 1024) not in state.runner.ran
+
+
+def in_tiles(key: GraphKey | None, *rest: int, launching: float = 1.0) -> tuple[float, float]:
+    """Times rise by the 384 tokens, so that the slope between the last two sizes says little of what comes.
+
+    Decodes cost besides, of which there are as many as tokens in the longest eager step that is timed.
+    """
+    host, _ = of_a_llama(key, *rest)
+    padded = rest[0] if key is None else key.num_tokens
+    return launching * host, 4400 + 6.0 * padded + 14.0 * 384 * -(-padded // 384) + 0.02 * rest[1] + 1.5 * rest[-1]
+
+
+@pytest.mark.parametrize("launching", [1.0, 1.3, 2.0])
+def test_no_padded_graph_seems_cheaper_than_its_kernels_without_padding(monkeypatch: Any, launching: float) -> None:
+    """Whatever was timed in the two seconds: sizes end at other tokens than eager steps, and far below the largest."""
+    table, _ = calibrated(monkeypatch, functools.partial(in_tiles, launching=launching))
+    assert table.piecewise.sizes[-1] < 2048
+    sizes = [key.num_tokens for key in KEYS if key.part is Part.PIECEWISE]
+    for tokens in range(513, 4097):
+        padded = next(size for size in sizes if size >= tokens)
+        assert table.eager.at(tokens) <= table.piecewise.at(padded), tokens
+    made = decider(table, wide=True, level="uniform")
+    for tokens in (1122, 1300, 1600, 2008, 2600, 3500):
+        assert made.entry(Step(tokens, 2, 1)).label == ("eager", "eager_is_cheaper")
 
 
 @pytest.mark.parametrize(("requests", "query_len"), [(768, 1), (300, 1), (150, 4)])

@@ -51,7 +51,7 @@ def test_sides_of_other_schedulers_and_of_few_graphs_are_of_the_shim_s_own_setti
         assert sizes_of(config, simulated.LIMITS) == default_sizes(simulated.LIMITS)
         found[name] = config.split, config.split_decodes, config.lazy, config.paces, config.objective
     assert found["kpolicy"] == (False, 1, False, False, "throughput")
-    assert found["split"] == (True, 4, False, False, "latency")
+    assert found["split"] == (True, 4, False, False, "0:1:2")
     assert found["lazy"] == (False, 1, True, False, "throughput")
     assert shim == {"additional_config": {"kpolicy": {"policy": "auto"}}}
 
