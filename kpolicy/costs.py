@@ -190,16 +190,21 @@ class Curve:
     def going_on_as(self, other: Curve) -> Curve:
         """This curve, beyond its own last size as far above or below another as it is there: of the same work.
 
-        The same curve where the other ends no later, doesn't span that size, or falls by as much as this one takes.
+        Where the other begins behind that size, it goes on with the other's times; a single point says nothing of how
+        times rise, so that all of it is as the other. The same curve where the other ends no later, or where a time
+        wouldn't be above 0.
         """
         last = self.sizes[-1]
-        if not (other.spans(last) and other.sizes[-1] > last):
+        if other.sizes[-1] <= last:
             return self
-        more, first = self.us[-1] - other.at(last), bisect_left(other.sizes, last + 1)
-        beyond = [us + more for us in other.us[first:]]
-        if min(beyond) <= 0:
+        more = self.us[-1] - other.at(last) if other.sizes[0] <= last else 0.0
+        points = {size: us + more for size, us in zip(other.sizes, other.us, strict=True)
+                  if size > last or len(self.sizes) == 1}  # fmt: skip
+        if min(points.values()) <= 0:
             return self
-        return Curve((*self.sizes, *other.sizes[first:]), (*self.us, *beyond))
+        points |= zip(self.sizes, self.us, strict=True)
+        sizes = sorted(points)
+        return Curve(sizes, [points[size] for size in sizes])
 
     def upto(self, most: int) -> list[float]:
         """`at` for every size from 0 to `most`, 0 being 0: segment by segment, because a table is made of thousands."""

@@ -112,9 +112,12 @@ def test_a_curve_goes_on_as_another_that_ends_later() -> None:
     assert Curve((16, 896), (45.0, 160.0)).going_on_as(longer) == Curve((16, 896, 1024), (45.0, 160.0, 188.0))
     assert eager.going_on_as(pieces) is eager
     assert eager.going_on_as(eager) is eager
-    # What it would go on by is no time, and another that begins later says nothing.
-    assert Curve((16, 20), (1.0, 1.0)).going_on_as(Curve((16, 30), (100.0, 50.0))).sizes == (16, 20)
-    assert Curve((1, 4), (1.0, 1.0)).going_on_as(Curve((16, 30), (1.0, 2.0))).sizes == (1, 4)
+    # Where the other begins behind it, with its times, and all of a single point as the other is.
+    assert Curve((1, 8), (44.0, 47.0)).going_on_as(pieces) == Curve(
+        (1, 8, 16, 704, 896), (44.0, 47.0, 50.0, 167.0, 194.0)
+    )
+    assert Curve((704,), (170.0,)).going_on_as(pieces) == Curve((16, 704, 896), (53.0, 170.0, 197.0))
+    assert Curve((16, 20), (1.0, 1.0)).going_on_as(Curve((16, 30), (100.0, 50.0))).sizes == (16, 20)  # below 0
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.5, 1e4)), min_size=1, max_size=6), st.integers(1, 900))

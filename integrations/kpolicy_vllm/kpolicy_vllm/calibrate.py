@@ -13,8 +13,7 @@ if it is so with those.
 
 An eager step runs the kernels of the pieces of its tokens, so on the device it takes no longer than those
 (`kpolicy.costs.Curve.at_most`): its launches may leave the device waiting, which the host's time says already. Beyond
-the last size that was timed of one of them it goes on as the other does (`kpolicy.costs.Curve.going_on_as`). Each by
-its own last slope had a Llama's pieces of 4,096 tokens cheaper than its eager step of 3,500, by times to 1,024.
+the last size that was timed of one of them it is decided as if it went on as the other (`State.install_costs`).
 
 FULL graphs of mixed batches have attention of a fixed shape: they are timed with a chunk that fills them, and have a
 curve of their own.
@@ -398,7 +397,6 @@ class _Plan:
         piecewise = pieces or curve(self._piece_rows)
         if piecewise is not None:
             eager = eager.at_most(piecewise)
-            eager, piecewise = eager.going_on_as(piecewise), piecewise.going_on_as(eager)
         records = [record for record in registry.records() if record.key in {case.key for case in self.curves}]
         by_part = [[each for each in records if each.key.part is part] for part in (Part.FULL, Part.PIECEWISE)]
         ran = [each for case in self.curves for each in case.whole]

@@ -8,8 +8,7 @@ KV lengths are left out on purpose. Attention on the real KV is the same in ever
 tip the choice only where two ways differ by less than their padding, and counts are what every rank and both runners
 have. What the policy says is checked before it is kept: a graph that isn't captured or doesn't hold the step is
 refused, counted, and vLLM's own rule answers instead. At sizes that vLLM by itself has graphs of, `auto` takes more
-launches than vLLM would only for a gain that the costs are sure of (`kpolicy_vllm.doubt`); steps with prompts above
-them, which vLLM runs eagerly, it takes out of that only for a gain above noise.
+launches than vLLM would only for a gain that the costs are sure of (`kpolicy_vllm.doubt`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
-from kpolicy.costs import CostTable
 from kpolicy.decision import Decision
 from kpolicy.errors import NoLegalModeError
 from kpolicy.keys import GraphKey
@@ -68,7 +66,7 @@ class Chooser:
         self.entries: dict[Step, Entry] = {}
         self.forced: Any = None
         self._own: tuple[GraphKey, ...] = ()
-        self._vllm_largest = max(get_policy("vllm").sizes(state.settings).piecewise, default=0)
+        self._vllm_largest = max(state.listed or get_policy("vllm").sizes(state.settings).piecewise, default=0)
         self._captured: frozenset[GraphKey] = frozenset()
         self.largest = 0
         self.class_of, self._decodes_of = classes(state.settings.max_num_reqs)
@@ -162,7 +160,7 @@ class Chooser:
         numbers = numbers_of(step, self.query_len)
         try:
             asked = select(*numbers)
-            decision = self._surer(asked, select, numbers)
+            decision = self.surer(asked, select, numbers)
             wrong = self._wrong(decision, numbers, step)
             if not wrong:
                 key = decision.launches[0].key if decision.launches else None
@@ -185,26 +183,25 @@ class Chooser:
         )
         return self._by_own_rule(step, "illegal_decision")
 
-    def _surer(self, decision: Decision, select: Select, numbers: BatchNumbers) -> Decision:
+    def surer(self, decision: Decision, select: Select, numbers: BatchNumbers) -> Decision:
         """The decision, or the best of fewer launches where it has more than vLLM's would and isn't surely cheaper.
 
         Of batches that its own sizes hold, vLLM runs decodes in a FULL graph and others in pieces. Larger ones it runs
-        eagerly: of decodes there only what is within noise isn't sure of eager steps, and of two ways as quick the one
-        with fewer launches is taken, as the host has more to do for many requests than launching. So decodes of any
-        number leave their FULL graph for pieces only where that is sure: those run the same kernels, of which the one
-        curve is told by decode rows and the other by prompts. Nor do they leave a graph for a way that wasn't timed to
-        as many tokens: a Llama's eager steps of 768 took 25.6 ms, where the line on from 256 had 15.7.
+        eagerly: of eager decodes there only what is within noise isn't sure, and of two ways as quick the one with
+        fewer launches is taken, as the host has more to do for many requests than launching. So decodes of any number
+        leave their FULL graph for pieces only where that is sure: those run the same kernels, of which the one curve is
+        told by decode rows and the other by prompts. Nor do they leave a graph for a way that wasn't timed to as many
+        tokens: a Llama's eager steps of 768 took 25.6 ms, where the line on from 256 had 15.7.
 
-        Steps with prompts that vLLM runs eagerly leave that only for what is cheaper by more than noise: while an eager
-        step is launched the one before it ends and requests come, so that as quick a graph has the longer gaps and the
-        later first tokens of the two.
+        Of larger steps with prompts vLLM's eager one is sure too where no slow host makes it dearer than the graph: it
+        runs the graph's kernels without its padding. Data-parallel engines all run the least of their modes, so that
+        one's eager step costs others their graphs: there it is as with decodes.
         """
-        costs = self.state.weighed
-        if costs is None or numbers.total_tokens > self.largest:
+        costs, timed = self.state.weighed, self.state.timed
+        if costs is None or timed is None or numbers.total_tokens > self.largest:
             return decision
-        if numbers.num_prefills and numbers.total_tokens > self._vllm_largest:
-            return self._clearer(decision, select, numbers, costs)
         more = (Mode.EAGER,) if numbers.num_prefills else (Mode.EAGER, Mode.PIECEWISE)
+        unpadded = numbers.num_prefills > 0 and self.state.num_dp_ranks == 1
         forbidden = numbers.forbidden
         for mode in more:
             forbidden |= mode.bit
@@ -214,25 +211,15 @@ class Chooser:
                 except NoLegalModeError:
                     break
                 ours, theirs = (each.launches[0].key for each in (decision, fewer))
-                above = mode is Mode.EAGER and numbers.total_tokens > self._vllm_largest
-                sure = clearly_cheaper if above else surely_cheaper
-                known = numbers.num_prefills > 0 or costs.spans(decision.launches, numbers)
-                if known and sure(costs, ours, theirs, numbers):
+                if mode is Mode.EAGER and numbers.total_tokens > self._vllm_largest:
+                    sure = clearly_cheaper(costs, ours, theirs, numbers)
+                    sure = sure or (unpadded and surely_cheaper(costs, ours, theirs, numbers, noise=0.0))
+                else:
+                    sure = surely_cheaper(costs, ours, theirs, numbers)
+                if sure and (numbers.num_prefills or timed.spans(decision.launches, numbers)):
                     break
                 decision = fewer
         return decision
-
-    @staticmethod
-    def _clearer(decision: Decision, select: Select, numbers: BatchNumbers, costs: CostTable) -> Decision:
-        """The decision, or EAGER where it is a graph that isn't cheaper than that by more than noise."""
-        if decision.mode not in (Mode.FULL, Mode.PIECEWISE):
-            return decision
-        try:
-            eager = select(*numbers._replace(forbidden=numbers.forbidden | Mode.FULL.bit | Mode.PIECEWISE.bit))
-        except NoLegalModeError:
-            return decision
-        clear = clearly_cheaper(costs, decision.launches[0].key, None, numbers)
-        return decision if clear or eager.mode is not Mode.EAGER else eager
 
     def _entry(self, step: Step, key: GraphKey | None, decision: Decision | None, reason: str) -> Entry:
         if key is None:

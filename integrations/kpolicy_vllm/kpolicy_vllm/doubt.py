@@ -29,7 +29,9 @@ def clearly_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | Non
     return ours.cycle_us * (1 + NOISE) < theirs.cycle_us
 
 
-def surely_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers) -> bool:
+def surely_cheaper(
+    costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers, *, noise: float = NOISE
+) -> bool:
     """Whether a whole batch runs cheaper so by more than noise, and no dearer with a host `SLOWER_HOST` times as slow.
 
     Args:
@@ -37,10 +39,11 @@ def surely_cheaper(costs: CostTable, key: GraphKey | None, than: GraphKey | None
         key: the graph; None for EAGER.
         than: the other.
         numbers: the batch.
+        noise: share of its time by which it must be cheaper.
     """
     ours, theirs = _both(costs, key, than, numbers)
     our_slow_us, their_slow_us = (max(each.device_us, SLOWER_HOST * each.host_us) for each in (ours, theirs))
-    return ours.cycle_us * (1 + NOISE) < theirs.cycle_us and our_slow_us <= their_slow_us
+    return ours.cycle_us * (1 + noise) < theirs.cycle_us and our_slow_us <= their_slow_us
 
 
 def _both(costs: CostTable, key: GraphKey | None, than: GraphKey | None, numbers: BatchNumbers) -> tuple[Cost, Cost]:

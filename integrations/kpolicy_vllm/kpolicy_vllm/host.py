@@ -54,9 +54,9 @@ class HostSpeed:
     """
 
     def __init__(self, state: State, now_us: Callable[[], float]) -> None:
-        assert state.costs is not None  # noqa: S101 - see `why_not`
+        assert state.timed is not None  # noqa: S101 - see `why_not`
         self._state = state
-        self._measured: CostTable = state.costs
+        self._measured: CostTable = state.timed
         self._now_us = now_us
         self._rejoin_us = state.rejoin_us
         self._looks: deque[float] = deque(maxlen=LOOKS)

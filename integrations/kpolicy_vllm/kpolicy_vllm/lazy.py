@@ -204,7 +204,8 @@ class Lazy:
         for step, count in self._seen.items():
             more = count - min(seen.get(step, 0), count)
             if more:
-                launches = select(*numbers_of(step, chooser.query_len)).launches
+                numbers = numbers_of(step, chooser.query_len)
+                launches = chooser.surer(select(*numbers), select, numbers).launches
                 key = launches[0].key if launches else None
                 if key is not None and key not in captured:
                     self._missed[key] += more

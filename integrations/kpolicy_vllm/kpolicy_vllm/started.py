@@ -179,9 +179,9 @@ def _save_profile(state: State, device: str) -> None:
     from kpolicy import __version__
     from kpolicy.schemas import Profile, write_profile
 
-    assert state.costs is not None  # noqa: S101 - they were just measured
+    assert state.timed is not None  # noqa: S101 - they were just measured
     profile = Profile(
-        costs=state.costs,
+        costs=state.timed,
         device=device,
         model=str(state.runner.vllm_config.model_config.model),
         versions={"kpolicy": __version__, "vllm": state.vllm_version},

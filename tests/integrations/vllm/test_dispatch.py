@@ -71,10 +71,7 @@ def test_cells_equal_the_policy(policy):
             shown = min(middles[class_of[decodes]], tokens - 1, 63) if tokens <= made.largest else 0
             decision = made.state.select(*numbers_of(Step(tokens, shown + 1, shown), 1))
             assert entry.decision == decision or entry.label[1] == WITHIN_DOUBT
-            if entry.label[1] == WITHIN_DOUBT:
-                # Eager steps that vLLM has graphs for, and graphs where vLLM has none.
-                assert policy == "auto"
-                assert (decision.mode is Mode.EAGER) is (tokens <= 512)
+            assert entry.label[1] != WITHIN_DOUBT or (policy, decision.mode) == ("auto", Mode.EAGER)
             assert entry.step.num_tokens == tokens
 
 

@@ -59,11 +59,11 @@ def test_a_graph_is_given_up_where_eager_is_surely_cheaper(device_us: float, hos
 
 
 def test_above_vllm_s_own_sizes_a_slow_host_gives_nothing_up() -> None:
-    """There vLLM itself is eager: of decodes what is cheaper by more than noise is, and of ways as quick the graph."""
+    """There vLLM itself is eager: what is cheaper by more than noise is taken, and of ways as quick fewer launches."""
     near, clear = made_for(990.0, 900.0), made_for(970.0, 900.0)
     for made in (near, clear):
         assert made.cell(512, 0).label == ("full", "within_doubt")
-    assert near.cell(513, 0).label == ("eager", "eager_is_cheaper")
+    assert near.cell(513, 0).label == ("piecewise", "within_doubt")
     assert near.entry(Step(513, 513, 513, 1, 1)).label == ("full", "within_doubt")
     assert clear.cell(513, 0).label == clear.entry(Step(513, 513, 513, 1, 1)).label == ("eager", "eager_is_cheaper")
     # Above all graphs there is nothing to doubt.
@@ -74,33 +74,65 @@ def test_above_vllm_s_own_sizes_a_slow_host_gives_nothing_up() -> None:
     assert made.cell(201, 0).label == ("eager", "eager_is_cheaper")
 
 
-@pytest.mark.parametrize("mode", ["full", "piecewise"])
 @pytest.mark.parametrize(
-    ("eager_us", "wanted"), [(1010.0, ("eager", "within_doubt")), (1030.0, ("mode", "cheapest_measured"))]
+    ("device_us", "host_us", "ranks", "eager"),
+    [
+        (990.0, 0.99 * 1000.0 / SLOWER_HOST, 1, True),
+        (990.0, 1.01 * 1000.0 / SLOWER_HOST, 1, False),  # on a slow core it would wait for its launches
+        (1001.0, 100.0, 1, False),
+        (990.0, 100.0, 2, False),  # and other engines' steps lose their graphs by it
+        (970.0, 100.0, 2, True),
+    ],
 )
-def test_prompts_above_vllm_s_own_sizes_leave_eager_for_what_is_clearly_cheaper(
-    eager_us: float, wanted: tuple[str, str], mode: str
+def test_prompts_that_vllm_runs_eagerly_stay_so_where_no_slow_host_makes_them_dearer(
+    device_us: float, host_us: float, ranks: int, eager: bool
 ) -> None:
-    """At vLLM's own sizes, and of decodes, the graph of the two."""
-    made = made_for(eager_us, 900.0)
-    if mode == "full":
-        made.state.install_costs(attrs.evolve(made.state.costs, piecewise=Curve((1, 8192), (1500.0, 1500.0))))
-        key = GraphKey(Part.FULL, 1024, 1024)
-        made.set_keys({**made.desc_of, key: key})
-        made.state.registry.capture(key, bytes=1, seconds=0.0)
-        made.state.graphs_captured()
-    entry = made.entry(Step(513, 4, 3))
-    assert entry.label == tuple(mode if each == "mode" else each for each in wanted)
-    assert (entry.key is None) is (wanted[0] == "eager")
-    assert made.cell(512, 3).label[0] != "eager"
-    assert made.entry(Step(513, 513, 513, 1, 1)).label[0] == "full"
-    assert made.entry(Step(513, 4, 3, forbidden=Mode.EAGER.bit)).label[0] == mode
+    """They run the graph's kernels without its padding, however little that is; decodes and vLLM's own sizes don't."""
+    made = made_for(device_us, host_us)
+    made.state.num_dp_ranks = ranks
+    made.refresh()
+    assert (made.entry(Step(513, 4, 3)).key is None) is eager
+    clear = device_us < 980.0
+    assert (made.entry(Step(513, 513, 513, 1, 1)).key is None) is (made.entry(Step(512, 4, 3)).key is None) is clear
 
 
-def test_a_policy_with_a_rule_of_its_own_keeps_its_graphs() -> None:
-    made = chooser("piecewise", LIMITS)
-    made.state.install_costs(made_for(1010.0, 900.0).state.costs)
-    assert made.cell(513, 3).label[0] == "piecewise"
+def test_what_was_timed_less_far_goes_on_as_what_was_timed_further() -> None:
+    """Pieces, eager steps and whole graphs of mixed batches have the same kernels; the table itself stays as timed."""
+    made = made_for(990.0, 100.0)
+    timed = attrs.evolve(
+        made.state.costs, eager=Curve((256, 1024), (5000.0, 20000.0)), piecewise=Curve((256, 896), (5100.0, 16000.0)),
+        mixed=Curve((16, 384), (4700.0, 9600.0)),
+    )  # fmt: skip
+    made.state.install_costs(timed)
+    costs = made.state.costs
+    assert made.state.timed is timed
+    assert costs is not None
+    assert costs.mixed is not None
+    assert costs.eager == timed.eager
+    apart = timed.piecewise.at(896) - timed.eager.at(896)
+    for size in (1024, 2048, 4096):
+        assert costs.piecewise.at(size) - costs.eager.at(size) == pytest.approx(apart)
+        assert costs.mixed.at(size) - costs.piecewise.at(size) == pytest.approx(9600.0 - timed.piecewise.at(384))
+    longer = attrs.evolve(timed, piecewise=Curve((256, 2048), (5100.0, 36000.0)), mixed=None)
+    made.state.install_costs(longer)
+    assert made.state.costs is not None
+    assert made.state.costs.eager.at(4096) - made.state.costs.piecewise.at(4096) == pytest.approx(
+        timed.eager.at(1024) - longer.piecewise.at(1024)
+    )
+    # Of what nothing was measured nothing is known.
+    made.state.install_costs(attrs.evolve(timed, measured=False))
+    assert made.state.costs.piecewise == timed.piecewise
+
+
+def test_vllm_s_own_sizes_are_those_that_it_was_given() -> None:
+    """By --cudagraph-capture-sizes: what those hold vLLM doesn't run eagerly."""
+    made = made_for(990.0, 100.0)
+    assert made.entry(Step(700, 4, 3)).label == ("eager", "eager_is_cheaper")
+    made.state.listed = [8, 1024]
+    given = Chooser(made.state, lambda _tokens, _reqs: None, lambda _part, desc: desc)
+    given.set_keys(made.desc_of)
+    assert given.entry(Step(700, 4, 3)).label == ("piecewise", "within_doubt")
+    assert given.entry(Step(1025, 4, 3)).label[0] == "eager"
 
 
 def test_beside_a_long_chunk_decodes_are_not_counted() -> None:
@@ -168,7 +200,7 @@ def test_llama_s_decodes_stay_in_their_whole_graphs() -> None:
     made = decider(costs, wide=True, level="uniform")
     assert costs.eager.sizes[-1] == 256
     for rows in (768, 1000, 1024):
-        assert made.entry(Step(rows, rows, rows, 1, 1)).label == ("full", "within_doubt")
+        assert made.entry(Step(rows, rows, rows, 1, 1)).label == ("full", "cheapest_measured")
     assert all(made.entry(Step(rows, rows, rows, 1, 1)).key is not None for rows in range(257, 1025))
     took = [costs.cost((Launch(Rows.ALL, key),), numbers_of(Step(768, 768, 768, 1, 1), 1)).cycle_us
             for key in (None, GraphKey(Part.FULL, 768, 768, query_len=1))]  # fmt: skip

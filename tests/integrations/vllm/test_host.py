@@ -27,7 +27,7 @@ from kpolicy_vllm.dispatch import Chooser
 from kpolicy_vllm.doubt import SLOWER_HOST
 from kpolicy_vllm.host import CHANGED, LOOKS, HostSpeed, attach, why_not
 from kpolicy_vllm.ladder import default_sizes
-from kpolicy_vllm.state import State
+from kpolicy_vllm.state import State, going_on_alike
 from kpolicy_vllm.steps import Step, numbers_of
 from kpolicy_vllm.watch import SOON_S, TICK_S, Watch
 
@@ -345,7 +345,7 @@ def tables() -> dict[str, CostTable]:
     """All of them at the speed of the quickest host among them."""
     found = raw_tables() | raw_tables(brought=True)
     quick_us = min(table.host_work_us for table in found.values())
-    return {name: table.at_host_speed(quick_us) for name, table in found.items()}
+    return {name: going_on_alike(table.at_host_speed(quick_us)) for name, table in found.items()}
 
 
 def over_the_cheapest(true: CostTable, used: CostTable, *, wide: bool) -> tuple[float, float]:

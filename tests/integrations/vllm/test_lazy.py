@@ -6,6 +6,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
 from kpolicy.attention.support import Claims
@@ -120,6 +121,17 @@ def test_a_hot_size_is_captured_and_taken() -> None:
     assert len(server.dispatcher.get_capture_descs()[1][1]) == 1, "the list is as it was"
     server.run(NINE, 5 * LOOK)
     assert len(server.captures) == 2
+
+
+def test_what_counts_as_missed_is_what_steps_would_take() -> None:
+    """By the costs alone decodes run eagerly, by a hundredth: the doubt keeps them in a graph, and asks for it."""
+    server = Server()
+    near, flat = Curve((1, 512), (99.0, 99.0)), Curve((1, 512), (100.0, 100.0))
+    server.state.install_costs(
+        attrs.evolve(server.state.timed, full=flat, piecewise=flat, eager=near, host_eager=HostCost(50.0))
+    )
+    assert server.run(NINE, 2 * LOOK) == DECODE[4]
+    assert server.captures[1:] == [[str(DECODE[4])]]
 
 
 def test_a_cold_size_is_not() -> None:
