@@ -163,9 +163,13 @@ def starts() -> list[str]:
     return [
         line("vLLM, Qwen2.5-0.5B: 44 graphs for 102", *of_vllm(read("h200/vllm_stock_vs_kpolicy.json"))),
         line("the same, a plan of 19", *of_vllm(read("h200/vllm_sides.json")["pairs"]["stock planned"])),
-        line(
-            "vLLM, DeepSeek-V2-Lite: 40 graphs for 102, one start with cold caches",
-            *of_vllm(read("h200/vllm_stock_vs_kpolicy.json"), "dsv2lite"),
+        *(
+            row
+            for model, name in (("dsv2lite", "DeepSeek-V2-Lite: 40"), ("llama8b", "Llama-3.1-8B: 75"))
+            for row in (
+                line(f"vLLM, {name} graphs for 102", *of_vllm(read("h200/vllm_stock_vs_kpolicy.json"), model)),
+                line("the same, a plan of 19", *of_vllm(read("h200/vllm_sides.json")["pairs"]["stock planned"], model)),
+            )
         ),
         line("SGLang, Qwen2.5-0.5B: 98 graphs for 94", *of_sglang(SGLANG[0], DEFAULT)),
         line("the same, 60 planned sizes", *of_sglang(SGLANG[0], PLANNED)),
@@ -363,7 +367,7 @@ def test_the_engines_guides_have_the_same_rows() -> None:
     assert tables("What was measured, in short", guide("vllm.md")) == [vllm()]
     assert tables("How long a step is", guide("vllm.md")) == [weighed()]
     assert tables("What was measured, in short", guide("sglang.md")) == [
-        sglang_steps(), sglang_served(), [row.replace("SGLang, ", "") for row in starts()[3:]]
+        sglang_steps(), sglang_served(), [row.replace("SGLang, ", "") for row in starts()[6:]]
     ]  # fmt: skip
 
 
