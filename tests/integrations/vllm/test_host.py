@@ -372,7 +372,7 @@ def test_what_following_is_worth_is_as_the_page_says() -> None:
     """Measured slow and served quick, the other way round, and at the speed that is there."""
     page = " ".join((REPOSITORY / "docs/measured_vllm.md").read_text().split())
     kept_slow, kept_quick, followed, changed = [], [], [], {}
-    numbers = {7: "seven", 11: "eleven"}
+    numbers = {11: "eleven", 15: "fifteen"}
     brought = numbers[len(raw_tables(brought=True))]
     told = f"from the {numbers[len(tables())]} cost tables of the raw results"
     assert told in page
@@ -386,7 +386,9 @@ def test_what_following_is_worth_is_as_the_page_says() -> None:
             ratios = {*kept_slow[-1:], *kept_quick[-1:], *followed[-2:]}
             changed[name] = max(mean for mean, _ in ratios), max(most for _, most in ratios)
     some = {name: each for name, each in changed.items() if each != (1.0, 1.0)}
-    assert (len(changed), sorted(some)) == (5, ["qwen05b_kpolicy at b653e7c0", "qwen05b_lazy at b653e7c0"])
+    assert (len(changed), sorted(some)) == (
+        8, ["qwen05b_kpolicy at b653e7c0", "qwen05b_lazy at 5cbff37e", "qwen05b_lazy at b653e7c0"],
+    )  # fmt: skip
     for name, (mean, most) in some.items():
         assert f"{mean - 1:.2%} on average and {most:.2f} times at most" in page, name
     for found in (kept_slow, kept_quick, followed):
@@ -412,3 +414,29 @@ def test_how_well_launching_goes_with_the_fixed_work_is_as_the_page_says() -> No
         assert brought == pytest.approx(other.host_eager.base_us, rel=apart)
     assert told in page, told
     assert f"were measured: {brought / other.host_eager.base_us - 1:.0%} more" in page
+
+
+def test_how_many_of_llama_s_long_steps_stay_eager_is_as_the_page_says() -> None:
+    """By the costs of the call whose chat failed, of the steps that stock ran eagerly in it."""
+    raw = json.loads((REPOSITORY / "benchmarks/results/h200/raw/vllm_stock_vs_kpolicy.json").read_text())
+    costs = raw_tables(brought=True)["llama8b_kpolicy at 5cbff37e"]
+    call = next(
+        each["call"] for each in raw["calls"] if "llama8b_kpolicy" in each["costs"] and each["commit"] == "5cbff37e"
+    )
+    eager = {
+        side: [
+            (tokens, reqs)
+            for row in raw["rows"]
+            if (row.get("call"), row["model"], row["load"], row["side"]) == (call, "llama8b", "chat", side)
+            for mode, _, tokens, reqs, *_ in row["prompt_steps"]
+            if mode == "NONE"
+        ]
+        for side in ("stock", "kpolicy")
+    }
+    made = decider(costs, wide=True, level="uniform")
+    stay = sum(made.entry(Step(tokens, reqs, reqs - 1)).key is None for tokens, reqs in eager["stock"])
+    told = (
+        f"{stay} of the {len(eager['stock'])} steps of chat that stock ran eagerly then run so too (computed), where "
+    )
+    page = " ".join((REPOSITORY / "docs/measured_vllm.md").read_text().split())
+    assert f"{told}{len(eager['kpolicy'])} of kpolicy's did." in page
