@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy
 import pytest
 
@@ -64,6 +65,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 LARGER, LARGER_LOAD = "dsv2lite_code", "code x1"
 """The run of a larger draw of one load, whose rows the table has in place of the 40 shapes'"""
+LARGER_FIRST = f"{LARGER}_first"
+"""The run of it before calibration timed what own KV spares"""
 
 
 def rows_now(model: str) -> list[dict[str, Any]]:
@@ -108,11 +111,11 @@ def test_regret_is_told_as_its_results_have_it() -> None:
 
 @pytest.mark.parametrize("model", NOW)
 def test_regret_is_that_of_the_raw_cells(model: str) -> None:
-    """Every load has 40 shapes, one 167, and its rows are what the benchmark makes of them."""
+    """Every load has 40 shapes, one 146, and its rows are what the benchmark makes of them."""
     made = rows_now(model)
     assert made == [row for row in regret() if row["model"] == model]
     larger = {(row["trace"], row["rate"]): row["shapes"] for row in made if row["shapes"] != 40}
-    assert larger == ({("code", 1.0): 167} if model == "dsv2lite" else {})
+    assert larger == ({("code", 1.0): 146} if model == "dsv2lite" else {})
     assert len({(row["trace"], row["rate"]) for row in made}) == 6
 
 
@@ -144,31 +147,49 @@ def of_load(name: str) -> list[dict[str, Any]]:
     return [row for row in rows_of(name) if (row["trace"], row["rate"]) == (trace, float(rate))]
 
 
+def first_as_now() -> dict[str, Any]:
+    """The first run of the larger draw with just the shapes that the one of today has."""
+    at, now = raw(LARGER_FIRST), raw(LARGER)["cells"]
+    cells = {key: at["cells"][key] for key in now}
+    assert all(cells[key]["tokens"] == shape["tokens"] for key, shape in now.items())
+    return at | {"cells": cells}
+
+
 def test_the_larger_draw_is_told_beside_the_40_shapes() -> None:
-    """How it was made, and each figure of both."""
-    said, at, drawn = section("A larger draw of one load"), raw(LARGER), shapes_of(LARGER)[LARGER_LOAD]
-    keys, tables = list(at["cells"]), [shape["table"] for shape in at["cells"].values()]
-    assert keys == [f"{LARGER_LOAD}/{i}" for i in range(len(keys))], "in the draw's order"
-    steps, before = (found["steps"][LARGER_LOAD] for found in (at, raw("dsv2lite")))
-    assert drawn["steps"] == steps
+    """How both runs were made, and each figure of them."""
+    said, drawn = section("A larger draw of one load"), shapes_of(LARGER)[LARGER_LOAD]
+    first, now, forty = raw(LARGER_FIRST), raw(LARGER), raw("dsv2lite")
+    for at in (first, now):
+        assert list(at["cells"]) == [f"{LARGER_LOAD}/{i}" for i in range(len(at["cells"]))], "in the draw's order"
+    steps, before = (found["steps"][LARGER_LOAD] for found in (first, forty))
+    assert drawn["steps"] == steps == now["steps"][LARGER_LOAD]
+    tables = [shape["table"] for shape in first["cells"].values()]
     assert tables == sorted(tables)
+    assert {shape["table"] for shape in now["cells"].values()} == {0}
     assert (
         f"{len(drawn['shapes'])} kinds of steps were drawn with another seed (1) from a replay of {steps:,} steps of "
         f"{drawn['kinds']:,} kinds (`raw/regret_shapes_code.json`; the 40 are of one of {before:,} steps), and "
-        f"{len(keys)} of them were measured, in the draw's order, until the time was over"
+        f"measured in the draw's order until the time was over: {len(first['cells'])} at b653e7c, before what "
+        "own KV spares "
+        f"was timed (`raw/regret_dsv2lite_code_first.json`), and {len(now['cells'])} at 5cbff37e, since "
+        "(`raw/regret_dsv2lite_code.json`, each start's calibration beside it)."
     ) in said
     assert (
-        f"torch {at['versions']['torch']}, {at['date']}, 14:32 to 15:00 UTC: {tables.count(0)} in one start on one GPU "
-        f"in 391 s and {tables.count(1)} in a second on the other in 286 s, each with a calibration of its own of "
-        f"{measured_regret.CALIBRATION_S:.0f} s"
+        f"torch {first['versions']['torch']}, {first['date']}, 14:32 to 15:00 UTC: {tables.count(0)} in one start on "
+        f"one GPU in 391 s and {tables.count(1)} in a second on the other in 286 s, each with a calibration of its own "
+        f"of {measured_regret.CALIBRATION_S:.0f} s"
+    ) in said
+    assert (
+        f"driver 580.159.04, torch {now['versions']['torch']}, {now['date']}, from 17:38 UTC: one start with one "
+        f"calibration of {measured_regret.CALIBRATION_S:.0f} s, 527 s in all."
     ) in said
     columns: list[list[str]] = []
-    for name in ("dsv2lite", LARGER):
-        rows = {(row["policy"], row["objective"]): row for row in of_load(name)}
+    for name, at in (("dsv2lite", forty), (LARGER_FIRST, first), (LARGER_FIRST, first_as_now()), (LARGER, now)):
+        rows = {(row["policy"], row["objective"]): row for row in measured_regret.summarise(at, LARGER_LOAD)}
         steps_row, gaps_row, plain = (rows[each] for each in (
             ("auto", "step_us"), ("auto latency", "gap_us"), ("auto", "gap_us")
         ))  # fmt: skip
-        shapes = [shape for key, shape in raw(name)["cells"].items() if key.startswith(f"{LARGER_LOAD}/")]
+        shapes = [shape for key, shape in at["cells"].items() if key.startswith(f"{LARGER_LOAD}/")]
         beyond = [sum(lost(name, shape, how) > 0.1 for shape in shapes) for how in measured_regret.AUTO]
         columns.append([
             str(len(shapes)), f"{steps_row['mean_regret']:.2%}", bold(steps_row), f"{gaps_row['mean_regret']:.2%}",
@@ -187,6 +208,204 @@ def test_the_larger_draw_is_told_beside_the_40_shapes() -> None:
     )  # fmt: skip
     for head, *cells in zip(heads, *columns, strict=True):
         assert f"| {head} | {' | '.join(cells)} |" in said
+
+
+def picked_by(at: dict[str, Any], table: int, tables: list[dict[str, Any]]) -> tuple[dict[str, Any], int]:
+    """A run's cells with what one table picks, and how many shapes have a pick that wasn't measured."""
+    cells = {key: shape | {"table": 0} for key, shape in at["cells"].items()}
+    return measured_regret.repicked(at | {"tables": [tables[table]], "cells": cells}, shapes_of(LARGER))
+
+
+def gaps_beyond(found: dict[str, Any]) -> tuple[float, list[tuple[float, dict[str, Any]]]]:
+    """p99 of gaps by `auto` for latency, and its shapes that are beyond 10%, the worst first."""
+    rows = measured_regret.summarise(found, LARGER_LOAD)
+    (row,) = [row for row in rows if (row["policy"], row["objective"]) == ("auto latency", "gap_us")]
+    over = [(lost(LARGER, shape, "gap_us"), shape) for shape in found["cells"].values()]
+    return row["p99_regret"], sorted((each for each in over if each[0] > 0.1), key=lambda each: -each[0])
+
+
+def test_what_the_mended_calibration_found_is_told() -> None:
+    """What own KV spares, and how much less short prompts add to the decode steps that outlast them."""
+    said, at = section("A larger draw of one load"), raw(LARGER)
+    (cases,) = json.loads((RESULTS / "raw" / f"regret_{LARGER}.calibration.json").read_text(encoding="utf-8"))
+    alone = [case for case in cases if case["launches"] == [["all", "PIECEWISE 112t", 0, 1]] and case["prompt"] == 112]
+    zeros, own = ([us[2] for us in case["us"]] for case in alone)
+    plain, short = statistics.median(zeros), statistics.median(own)
+    assert {len(zeros), len(own)} == {2}
+    assert (
+        f"A prompt of 112 tokens in pieces took {short / 1e3:.1f} ms on its own KV and {plain / 1e3:.1f} over zeros, "
+        f"the median of two samples each: {1 - short / plain:.1%} is spared"
+    ) in said
+    (table,) = at["tables"]
+    costs = measured_regret._costs(table["costs"])
+    shares = dict(costs.effects.outlasted_share or ())
+    assert list(shares) == [64, 480, 960, 1920]
+    assert (
+        f"`outlasted_share` is {shares[64]:.2f} at 64 tokens, {shares[480]:.2f} at 480, {shares[960]:.3f} at 960 and 1 "
+        "at 1,920"
+    ) in said
+    assert shares[1920] == 1
+
+
+def without_what_is_spared(plain: CostTable) -> CostTable:
+    """A table that decides as before sizes timed by prompts were told apart."""
+    return told_apart(plain, 0.0)
+
+
+def test_why_the_larger_draws_steps_are_within_the_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same table without what own KV spares the graph of 288 tokens is the pick again, on either run's cells."""
+    said, at = section("A larger draw of one load"), raw(LARGER)
+    large = "piecewise all:PIECEWISE 288t:@0x1"
+    over = sorted((lost(LARGER, shape) for shape in at["cells"].values()), reverse=True)
+    most = [shape for shape in at["cells"].values() if lost(LARGER, shape) > 0.026]
+    assert all(shape["tokens"][0] in {9, 11, 13} and not shape["tokens"][1] for shape in most)
+    assert all(took(shape, shape["picks"]["auto"]) > took(shape, best_of(LARGER, shape)) for shape in most)
+    (row,) = [row for row in of_load(LARGER) if (row["policy"], row["objective"]) == ("auto", "step_us")]
+    assert over[1] == pytest.approx(row["p99_regret"], abs=1e-5)
+    assert (
+        f"**By steps no shape is beyond 10%**: the worst is {over[0]:.1%} and p99, the second worst of "
+        f"{len(at['cells'])}, {over[1]:.1%}. The {HOW_MANY_MORE[len(most)]} worst are 9, 11 and 13 decode rows in the "
+        "graph of one row more."
+    ) in said
+    (picked,) = [shape for shape in at["cells"].values() if shape["picks"]["auto"] == large]
+    assert (picked["tokens"][:2], lost(LARGER, picked) < 0) == ([0, 263], True)
+    of_file = measured_regret._costs
+    monkeypatch.setattr(measured_regret, "_costs", lambda plain: without_what_is_spared(of_file(plain)))
+    _, left = measured_regret.repicked(at, shapes_of(LARGER))
+    without, _ = picked_by(raw(LARGER_FIRST), 0, at["tables"])
+    monkeypatch.setattr(measured_regret, "_costs", of_file)
+    with_it, _ = picked_by(raw(LARGER_FIRST), 0, at["tables"])
+    p99 = []
+    for found in (without, with_it):
+        rows = measured_regret.summarise(found, LARGER_LOAD)
+        p99 += [row["p99_regret"] for row in rows if (row["policy"], row["objective"]) == ("auto", "step_us")]
+    again = [shape for shape in without["cells"].values() if shape["picks"]["auto"] == large]
+    assert (
+        f"The graph of 288 tokens is the pick in one shape, a prompt of {picked['tokens'][1]} tokens, for which it is "
+        f"as quick as any. By the same table without what own KV spares it would be in {HOW_MANY_MORE[left]} more, in "
+        "which it wasn't measured so. On the first run's cells today's table has it in "
+        f"{len(again)} shapes and a p99 of {p99[0]:.1%} without, and {p99[1]:.1%} with it. So by steps the mend is why."
+    ) in said
+    of_first = {key: shape for key, shape in raw(LARGER_FIRST)["cells"].items() if shape["picks"]["auto"] == large}
+    assert len(of_first) == 13
+    differ = [shape for shape in at["cells"].values() if shape["picks"]["auto"] != shape["picks"]["full_and_piecewise"]]
+    (other,) = differ
+    assert (
+        f"**`full_and_piecewise` isn't better any more**: its picks are `auto`'s but in one shape, a prompt of "
+        f"{other['tokens'][1]:,} tokens beside two decodes, and the means are the same to 0.01%."
+    ) in said
+    (same,) = [row for row in of_load(LARGER) if (row["policy"], row["objective"]) == ("full_and_piecewise", "step_us")]
+    assert abs(same["over_auto"]) < 5e-5
+
+
+def test_why_the_larger_draws_gaps_are_within_the_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two by the mend; the others by which side of the bound a table has them, which other tables have otherwise."""
+    said, at, first = section("A larger draw of one load"), raw(LARGER), raw(LARGER_FIRST)
+    over = {key for key, shape in first["cells"].items() if lost(LARGER_FIRST, shape, "gap_us") > 0.1}
+    assert not [shape for shape in at["cells"].values() if lost(LARGER, shape, "gap_us") > 0.1]
+    again = {key: at["cells"][key] for key in over if key in at["cells"]}
+    assert (len(over), len(again)) == (8, 4)
+    mixed = [shape for shape in again.values() if shape["tokens"][0]]
+    assert all(shape["picks"]["auto latency"].startswith("split decode:FULL 1t/1r q=1:@0x2+") for shape in mixed)
+    (late,) = [shape for shape in mixed if is_late(shape, shape["picks"]["auto latency"])]
+    assert (late["tokens"][1], len(mixed)) == (529, 2)
+    beyond = took(late, late["picks"]["auto latency"]) / took(late, quickest(late)[0]) / LATEST - 1
+    assert (
+        "**Of gaps no shape is beyond 10% either, and less of that is the mend's.** Of the eight shapes that were, "
+        "four weren't measured this time. The two prompts alone are mended, as by steps. Beside prompts of 15 and 529 "
+        "tokens `auto` for latency takes two decode steps now; the first of these is the best way, the second ends "
+        f"{beyond:.1%} beyond the bound: it is late, and counts {-lost(LARGER, late, 'gap_us'):.1%} below the best "
+        "choice, which keeps the bound."
+    ) in said
+    of_file = measured_regret._costs
+
+    def unmeasured(plain: CostTable) -> CostTable:
+        costs = of_file(plain)
+        return attrs.evolve(costs, effects=attrs.evolve(costs.effects, outlasted_share=None))
+
+    monkeypatch.setattr(measured_regret, "_costs", unmeasured)
+    found, left = measured_regret.repicked(at, shapes_of(LARGER))
+    monkeypatch.setattr(measured_regret, "_costs", of_file)
+    assert left == 0
+    assert found["cells"] == at["cells"], "the same picks"
+    assert "Without `outlasted_share` today's table picks the same everywhere." in said
+    by_theirs = [picked_by(at, table, first["tables"]) for table in (0, 1)]
+    p99, worse = zip(*(gaps_beyond(found) for found, _ in by_theirs), strict=True)
+    assert f"{p99[0]:.1%}" == f"{p99[1]:.1%}"
+    assert [len(each) for each in worse] == [3, 4]
+    shapes = [len(found["cells"]) for found, _ in by_theirs]
+    assert (
+        f"By the first run's two tables, with today's rules, p99 of gaps on today's cells is {p99[0]:.1%}, by three "
+        f"and four shapes of the {shapes[0]} and {shapes[1]} whose picks were measured, of which one is among "
+        "the eight."
+    ) in said
+    assert [sum(any(shape["tokens"] == at["cells"][key]["tokens"] for key in again) for _, shape in each)
+            for each in worse] == [1, 1]  # fmt: skip
+    theirs, _ = picked_by(first, 0, at["tables"])
+    p99_there, ((worst, one),) = gaps_beyond(theirs)
+    assert (
+        f"By today's table it is {p99_there:.1%} on {len(theirs['cells'])} of the first run's cells, and one shape is "
+        f"beyond 10%, {one['tokens'][0]} rows beside {one['tokens'][1]:,} tokens by {worst:.1%}, one of the four that "
+        "weren't measured this time."
+    ) in said
+    assert not any(one["tokens"] == shape["tokens"] for shape in at["cells"].values())
+    assert (
+        "So gaps go by which side of the bound a calibration has a way near it, and one run within 10% doesn't tell "
+        "that the next one is."
+    ) in said
+
+
+def test_regret_below_0_of_the_larger_draw_is_told() -> None:
+    """What the mean of gaps is without the shapes whose pick is late."""
+    said, at = section("A larger draw of one load"), raw(LARGER)
+    rest = {key: shape for key, shape in at["cells"].items() if not is_late(shape, shape["picks"]["auto latency"])}
+    (gap, without) = (
+        next(row["mean_regret"] for row in measured_regret.summarise(at | {"cells": cells}, LARGER_LOAD)
+             if (row["policy"], row["objective"]) == ("auto latency", "gap_us"))
+        for cells in (at["cells"], rest)
+    )  # fmt: skip
+    assert (
+        f"**A mean of {gap:.2%} of gaps is no win**: the picks of {HOW_MANY_MORE[len(at['cells']) - len(rest)]} shapes "
+        f"break the bound, by as much as told [above](#which-limits-hold). Without these it is {without:.2%}."
+    ) in said
+
+
+def test_how_far_off_the_mended_calibration_still_is_is_told() -> None:
+    """Cycles beside short prompts, and a short prompt alone."""
+    said, at = section("A larger draw of one load"), raw(LARGER)
+    assert (
+        "**Such cycles are still expected too long, about as much as before `outlasted_share` was timed**: "
+        f"{told_cycles(at)}."
+    ) in said
+    (shape,) = [shape for shape in at["cells"].values() if shape["tokens"][:2] == [0, 96]]
+    pick = shape["picks"]["auto"]
+    assert pick == "piecewise all:PIECEWISE 96t:@0x1"
+    assert (
+        f"A prompt of 96 tokens alone in pieces was expected to take {expected(shape, pick):.1f} ms and took "
+        f"{took(shape, pick):.1f}: what own KV spares tells decisions between sizes alone, and curves stay as measured."
+    ) in said
+
+
+def told_cycles(at: dict[str, Any]) -> str:
+    """How far off expected cycles of decode steps beside a prompt in pieces are, in graphs of just their rows."""
+    found: dict[tuple[int, int], list[tuple[float, str]]] = {}
+    for key, shape in at["cells"].items():
+        rows, prompt, *_ = shape["tokens"]
+        for way, cell in shape["cells"].items():
+            beside = re.fullmatch(r"split decode:FULL (\d+)t/\d+r q=1:@0x\d\S*\+prefill:PIECEWISE \d+t:@1x1", way)
+            if beside and int(beside[1]) == rows and len(cell["us"]) >= 3:
+                ends = next(each for each in ((1, 64), (65, 300), (301, 700), (701, 2048)) if prompt <= each[1])
+                found.setdefault(ends, []).append((100 * (expected(shape, way) / took(shape, way) - 1), key))
+    parts = []
+    for ends in sorted(found):
+        offs, shapes = [off for off, _ in found[ends]], {key for _, key in found[ends]}
+        parts.append((between(offs, "too long", "too short"), statistics.fmean(offs), len(offs), len(shapes)))
+    of = [f"{many} cells of {shapes} shape{'s' * (shapes > 1)}" for *_, many, shapes in parts]
+    return (
+        f"with up to 64 tokens {parts[0][0]} ({of[0]}), with 65 to 300 {parts[1][0]} ({of[1]}), with 301 to 700 "
+        f"{parts[2][0]}, {parts[2][1]:.1f}% too long in the mean ({of[2]}), with more {parts[3][0]}, "
+        f"{parts[3][1]:.1f}% too long in the mean ({of[3]})"
+    )
 
 
 def bold(row: dict[str, Any]) -> str:
@@ -216,67 +435,74 @@ def test_what_the_larger_draw_comes_to_over_its_time_is_told() -> None:
     rest = [row["p99_regret_by_time"] for row in (*steps, *gaps) if not is_larger(row)]
     assert len(rest) == 2 * 23
     assert (
-        f"{step['p99_regret_by_time']:.1%} of steps and **{gap['p99_regret_by_time']:.1%}** of gaps by `auto` for "
+        f"it is {step['p99_regret_by_time']:.1%} of steps and {gap['p99_regret_by_time']:.1%} of gaps by `auto` for "
         "latency"
+    ) in said
+    first = {(row["objective"], row["policy"]): row["p99_regret_by_time"] for row in of_load(LARGER_FIRST)}
+    assert (
+        f"{first['step_us', 'auto']:.1%} of steps and **{first['gap_us', 'auto latency']:.1%}** of gaps at b653e7c"
     ) in said
     assert f"On the other 23 loads it is at most {max(rest):.1%} of steps and of gaps." in said
 
 
+def told_apart(costs: CostTable, spared: float) -> CostTable:
+    """A table that decides as where calibration found own KV to spare that share of a prompt's time."""
+    kinds = Kinds(256, spared)
+    full, pieces, eager = (
+        _steady(dict(zip(curve.sizes, curve.us, strict=True)), kinds.noise)
+        for curve in (costs.full, costs.piecewise, costs.eager)
+    )
+    measured = dict(zip(costs.piecewise.sizes, costs.piecewise.us, strict=True))
+    full = _not_above(full, measured, pieces, NOISE)
+    return costs.decided_by({"full": full, "piecewise": pieces, "eager": eager, "mixed": costs.mixed})
+
+
 @pytest.mark.parametrize("spared", [0.1, 0.16, 0.3])
 def test_prompts_told_apart_from_decode_rows_cost_no_steps(spared: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The larger draw's cells, picked as by calibration that knows what own KV spares a prompt."""
-    at, shapes, kinds = raw(LARGER), shapes_of(LARGER), Kinds(256, spared)
-
-    def told_apart(costs: CostTable) -> CostTable:
-        full, pieces, eager = (
-            _steady(dict(zip(curve.sizes, curve.us, strict=True)), kinds.noise)
-            for curve in (costs.full, costs.piecewise, costs.eager)
-        )
-        measured = dict(zip(costs.piecewise.sizes, costs.piecewise.us, strict=True))
-        full = _not_above(full, measured, pieces, NOISE)
-        return costs.decided_by({"full": full, "piecewise": pieces, "eager": eager, "mixed": costs.mixed})
-
+    """The first run's cells, picked as by calibration that knows what own KV spares a prompt; and what was measured."""
+    at, shapes = raw(LARGER_FIRST), shapes_of(LARGER_FIRST)
     of_file = measured_regret._costs
-    monkeypatch.setattr(measured_regret, "_costs", lambda plain: told_apart(of_file(plain)))
+    monkeypatch.setattr(measured_regret, "_costs", lambda plain: told_apart(of_file(plain), spared))
     found, left = measured_regret.repicked(at, shapes)
     rows = {(row["objective"], row["policy"]): row for row in measured_regret.summarise(found, LARGER_LOAD)}
     step, gap = rows["step_us", "auto"], rows["gap_us", "auto latency"]
     assert not rows["step_us", "full_and_piecewise"]["better_than_auto"]
     assert left == 0, "picks that weren't measured"
-    assert max(lost(LARGER, shape) for shape in found["cells"].values()) < LIMITS["p99_regret"]
-    said = section("A larger draw of one load")
-    assert "with 16% assumed to be spared" in said
-    assert "10% and 30% come to the same." in said
-    over = [shape for shape in found["cells"].values() if lost(LARGER, shape, "gap_us") > LIMITS["p99_regret"]]
+    assert max(lost(LARGER_FIRST, shape) for shape in found["cells"].values()) < LIMITS["p99_regret"]
+    over = [shape for shape in found["cells"].values() if lost(LARGER_FIRST, shape, "gap_us") > LIMITS["p99_regret"]]
+    now = {(row["objective"], row["policy"]): row["p99_regret"] for row in of_load(LARGER)}
     assert (
-        f"p99 is {step['p99_regret']:.1%} by steps and {gap['p99_regret']:.1%} of gaps, by {HOW_MANY_MORE[len(over)]} "
-        f"shapes, which over the load's time is {step['p99_regret_by_time']:.1%} and {gap['p99_regret_by_time']:.1%}"
-    ) in said
+        "**Before it was run**, by the first run's cells and tables with 16% assumed to be spared, p99 was predicted "
+        f"to be {step['p99_regret']:.1%} by steps and {gap['p99_regret']:.1%} of gaps, by "
+        f"{HOW_MANY_MORE[len(over)]} shapes; measured were {now['step_us', 'auto']:.1%} and "
+        f"{now['gap_us', 'auto latency']:.1%}."
+    ) in section("A larger draw of one load")
 
 
 def test_why_the_larger_draws_steps_are_beyond_the_limit_is_told() -> None:
     """Two prompts alone in pieces of 288 tokens; what these pieces cost in all, and what `full_and_piecewise` wins."""
-    said, at = section("A larger draw of one load"), raw(LARGER)
+    said, at = section("A larger draw of one load"), raw(LARGER_FIRST)
     cells = at["cells"]
-    over = [shape for shape in cells.values() if lost(LARGER, shape) > 0.1]
-    over.sort(key=lambda shape: -lost(LARGER, shape))
+    over = [shape for shape in cells.values() if lost(LARGER_FIRST, shape) > 0.1]
+    over.sort(key=lambda shape: -lost(LARGER_FIRST, shape))
     one, other = over
     large = "piecewise all:PIECEWISE 288t:@0x1"
     for shape in over:
         decodes, prompt, *_ = shape["tokens"]
         assert (decodes, shape["picks"]["auto"]) == (0, large)
-        assert best_of(LARGER, shape) == f"piecewise all:PIECEWISE {prompt}t:@0x1"
-    (row,) = [row for row in of_load(LARGER) if (row["policy"], row["objective"]) == ("auto", "step_us")]
-    assert lost(LARGER, other) == pytest.approx(row["p99_regret"], abs=1e-5)
+        assert best_of(LARGER_FIRST, shape) == f"piecewise all:PIECEWISE {prompt}t:@0x1"
+    (row,) = [row for row in of_load(LARGER_FIRST) if (row["policy"], row["objective"]) == ("auto", "step_us")]
+    assert lost(LARGER_FIRST, other) == pytest.approx(row["p99_regret"], abs=1e-5)
 
     best, pieces = (
         [" and ".join(f"{figure(shape, way):.1f}" for shape, way in ways) for figure in (expected, took)]
-        for ways in ([(shape, best_of(LARGER, shape)) for shape in over], [(shape, large) for shape in over])
+        for ways in ([(shape, best_of(LARGER_FIRST, shape)) for shape in over], [(shape, large) for shape in over])
     )
     assert (
-        f"one prompt of {one['tokens'][1]} tokens alone, {lost(LARGER, one):.1%}, and one of {other['tokens'][1]}, "
-        f"{lost(LARGER, other):.1%}, which p99 is, as the second worst of {len(cells)}. `auto` took PIECEWISE of 288 "
-        f"tokens: its table has the pieces of just these tokens at {best[0]} ms and those of 288 at {pieces[0]}. "
+        f"one prompt of {one['tokens'][1]} tokens alone, {lost(LARGER_FIRST, one):.1%}, and one of "
+        f"{other['tokens'][1]}, {lost(LARGER_FIRST, other):.1%}, which p99 was, as the second worst of {len(cells)}. "
+        f"`auto` took PIECEWISE of 288 tokens: its table had the pieces of just these tokens at {best[0]} ms "
+        f"and those of 288 at {pieces[0]}. "
         f"They took {best[1]} ms, and those of 288 {pieces[1]}."
     ) in said
     stand = measured_regret.weights([shape["times"] for shape in cells.values()], at["steps"][LARGER_LOAD])
@@ -298,18 +524,19 @@ def test_why_the_larger_draws_steps_are_beyond_the_limit_is_told() -> None:
     assert all(large in measured_regret._scores(shape, "step_us", 1.0).late for shape in picked)
     tokens = [sum(shape["tokens"][:2]) for shape in picked]
     assert (
-        f"The pick is the graph of 288 tokens in {len(picked)} shapes, of {min(tokens)} to {max(tokens)} tokens, and "
-        f"the shortest way in none of them: {lost_so / whole:.2%} of the mean's {row['mean_regret']:.2%} is theirs."
+        f"The pick was the graph of 288 tokens in {len(picked)} shapes, of {min(tokens)} to {max(tokens)} tokens, and "
+        f"the shortest way in none of them: {lost_so / whole:.2%} of the mean's {row['mean_regret']:.2%} was theirs."
     ) in said
-    (better,) = [row for row in of_load(LARGER) if row["better_than_auto"] and row["policy"] == "full_and_piecewise"]
+    rows = [row for row in of_load(LARGER_FIRST) if row["better_than_auto"]]
+    (better,) = [row for row in rows if row["policy"] == "full_and_piecewise"]
     assert better["objective"] == "step_us"
     assert won / whole == pytest.approx(-better["over_auto"], abs=1e-5)
     assert f"{won_so / whole:.2%}" == f"{won / whole:.2%}"
     assert (
-        f"**`full_and_piecewise` is better than `auto` by steps, by {-better['over_auto']:.2%} "
-        f"({-100 * better['over_auto_high']:.2f} to {-better['over_auto_low']:.2%}).** Their picks differ in "
-        f"{len(differ)} shapes, and in {len(so)} of these `auto` has the graph of 288 tokens: all of the "
-        f"{won_so / whole:.2%} is theirs."
+        f"**`full_and_piecewise` was better than `auto` by steps, by {-better['over_auto']:.2%} "
+        f"({-100 * better['over_auto_high']:.2f} to {-better['over_auto_low']:.2%}).** Their picks differed in "
+        f"{len(differ)} shapes, and in {len(so)} of these `auto` had the graph of 288 tokens: all of the "
+        f"{won_so / whole:.2%} was theirs."
     ) in said
     late = [
         (shape, us[shape["picks"]["auto"]] / min(us.values()) - 1) for shape in cells.values()
@@ -319,7 +546,7 @@ def test_why_the_larger_draws_steps_are_beyond_the_limit_is_told() -> None:
     assert all(shape["picks"]["auto"].startswith("piecewise all:") for shape, _ in late)
     longer = [over for _, over in late]
     assert (
-        f"Plain `auto`'s `late` is of {len(late)} shapes, whose pick is another size of PIECEWISE than the shortest "
+        f"Plain `auto`'s `late` was of {len(late)} shapes, whose pick was another size of PIECEWISE than the shortest "
         f"way and took {100 * min(longer):.1f} to {max(longer):.1%} longer."
     ) in said
     curves = [measured_regret._costs(table["costs"]).piecewise for table in at["tables"]]
@@ -329,30 +556,30 @@ def test_why_the_larger_draws_steps_are_beyond_the_limit_is_told() -> None:
 
 def test_why_the_larger_draws_gaps_are_beyond_the_limit_is_told() -> None:
     """What was expected of the ways that were better, when they ended, and how far off such cycles are."""
-    said, at = section("A larger draw of one load"), raw(LARGER)
-    over = [shape for shape in at["cells"].values() if lost(LARGER, shape, "gap_us") > 0.1]
+    said, at = section("A larger draw of one load"), raw(LARGER_FIRST)
+    over = [shape for shape in at["cells"].values() if lost(LARGER_FIRST, shape, "gap_us") > 0.1]
     mixed = [shape for shape in over if shape["tokens"][0]]
     alone = [shape["tokens"][1] for shape in over if not shape["tokens"][0]]
     assert sorted(alone) == [96, 136]
     two, three = [
-        [shape for shape in mixed if f"@0x{steps}+prefill:PIECEWISE" in best_of(LARGER, shape, "gap_us")]
+        [shape for shape in mixed if f"@0x{steps}+prefill:PIECEWISE" in best_of(LARGER_FIRST, shape, "gap_us")]
         for steps in (2, 3)
     ]
     assert (len(two), len(three)) == (5, 1)
     assert all(shape["picks"]["auto latency"].startswith("piecewise all:") for shape in two)
     assert "@0x2~" in three[0]["picks"]["auto latency"]
-    worst = sorted((lost(LARGER, shape, "gap_us") for shape in over), reverse=True)
-    (row,) = [row for row in of_load(LARGER) if (row["policy"], row["objective"]) == ("auto latency", "gap_us")]
+    worst = sorted((lost(LARGER_FIRST, shape, "gap_us") for shape in over), reverse=True)
+    (row,) = [row for row in of_load(LARGER_FIRST) if (row["policy"], row["objective"]) == ("auto latency", "gap_us")]
     assert worst[1] == pytest.approx(row["p99_regret"], abs=1e-5)
     assert (
-        f"**p99 of gaps of 40 shapes was no bad luck**: {HOW_MANY_MORE[len(over)]} of {len(at['cells'])} shapes are "
-        f"beyond 10%, by up to {worst[0]:.1%}, and p99 is the second worst, {worst[1]:.1%}. Two are the two prompts "
+        f"**p99 of gaps of 40 shapes was no bad luck**: {HOW_MANY_MORE[len(over)]} of {len(at['cells'])} shapes were "
+        f"beyond 10%, by up to {worst[0]:.1%}, and p99 was the second worst, {worst[1]:.1%}. Two are the two prompts "
         "alone. In five `auto` for latency took PIECEWISE where two decode steps beside the prompt have the shorter "
         "gap, and in one two such steps where three have."
     ) in said
     told, ended = [], []
     for shape in [*two, *three]:
-        way = best_of(LARGER, shape, "gap_us")
+        way = best_of(LARGER_FIRST, shape, "gap_us")
         least = min(expected(shape, each) for each in shape["cells"])
         told.append(100 * (expected(shape, way) / least / LATEST - 1))
         ended.append(100 * (1 - took(shape, way) / took(shape, quickest(shape)[0]) / LATEST))
@@ -360,53 +587,37 @@ def test_why_the_larger_draws_gaps_are_beyond_the_limit_is_told() -> None:
     told_sorted = sorted(told)
     (most,) = [shape for shape, off in zip([*two, *three], told, strict=True) if off == told_sorted[-1]]
     assert (
-        f"By the tables these ways end beyond the bound, by {told_sorted[0]:.1f} to {told_sorted[-2]:.1f}% "
+        f"By the tables these ways ended beyond the bound, by {told_sorted[0]:.1f} to {told_sorted[-2]:.1f}% "
         f"({short:.1f}% beside 15 tokens behind 6,141) and in one by {told_sorted[-1]:.1f}%, {most['tokens'][0]} rows "
         f"beside {most['tokens'][1]:,} tokens. They ended within it, by {min(ended):.1f} to {max(ended):.1f}%."
     ) in said
-    found: dict[tuple[int, int], list[tuple[float, str]]] = {}
-    for key, shape in at["cells"].items():
-        rows, prompt, *_ = shape["tokens"]
-        for way, cell in shape["cells"].items():
-            beside = re.fullmatch(r"split decode:FULL (\d+)t/\d+r q=1:@0x\d\S*\+prefill:PIECEWISE \d+t:@1x1", way)
-            if beside and int(beside[1]) == rows and len(cell["us"]) >= 3:
-                ends = next(each for each in ((1, 64), (65, 300), (301, 700), (701, 2048)) if prompt <= each[1])
-                found.setdefault(ends, []).append((100 * (expected(shape, way) / took(shape, way) - 1), key))
-    parts = []
-    for ends in sorted(found):
-        offs, shapes = [off for off, _ in found[ends]], {key for _, key in found[ends]}
-        parts.append((between(offs, "too long", "too short"), statistics.fmean(offs), len(offs), len(shapes)))
-    of = [f"{many} cells of {shapes} shape{'s' * (shapes > 1)}" for *_, many, shapes in parts]
     assert (
-        "**Expected cycles of decode steps beside a prompt in pieces are too long, of short prompts most**, in graphs "
-        f"of just their rows: with up to 64 tokens {parts[0][0]} ({of[0]}), with 65 to 300 {parts[1][0]} ({of[1]}), "
-        f"with 301 to 700 {parts[2][0]}, {parts[2][1]:.1f}% too long in the mean ({of[2]}), with more {parts[3][0]}, "
-        f"{parts[3][1]:.1f}% too long in the mean ({of[3]})."
+        "**Expected cycles of decode steps beside a prompt in pieces were too long, of short prompts most**, in graphs "
+        f"of just their rows: {told_cycles(at)}."
     ) in said
     assert all(measured_regret._costs(table["costs"]).effects.outlasted_share is None for table in at["tables"])
-    assert "`outlasted_share` is empty in both tables" in said
+    assert "`outlasted_share` is empty in both first tables" in said
 
 
 def test_what_a_busy_host_did_to_pieces_is_told() -> None:
     """The commonest kind of the larger draw by PIECEWISE, beside the next two."""
     said, at = section("A larger draw of one load"), raw(LARGER)
-    mean, before = (
+    mean, first, forty = (
         next(row["mean_regret"] for row in of_load(name)
              if (row["policy"], row["objective"]) == ("piecewise", "step_us"))
-        for name in (LARGER, "dsv2lite")
+        for name in (LARGER, LARGER_FIRST, "dsv2lite")
     )  # fmt: skip
     one, *others = sorted(at["cells"].values(), key=lambda shape: -shape["times"])[:3]
     assert all(shape["tokens"][:2] == [1, 0] for shape in (one, *others))
     assert round(at["steps"][LARGER_LOAD] / one["times"]) == 3
-    samples = [us / 1e3 for us in one["cells"][one["picks"]["piecewise"]]["us"]]
-    assert len(samples) == 6
-    quick, slow = (f"{min(three):.1f} to {max(three):.1f}" for three in (samples[:3], samples[3:]))
-    times = [took(shape, shape["picks"]["piecewise"]) for shape in others]
+    times = [took(shape, shape["picks"]["piecewise"]) for shape in (one, *others)]
+    (table,) = at["tables"]
     assert (
-        f"**`piecewise` has {mean:.1%} by steps, where it has {before:.1%} with the 40 shapes**: a third of the steps "
-        f"are of one row over about {one['tokens'][2]:,} tokens, whose PIECEWISE way took {quick} ms by its first "
-        f"three samples and {slow} by its last three, where those of the next two kinds of one row took "
-        f"{times[0]:.1f} and {times[1]:.1f}."
+        f"**`piecewise` has {mean:.1%} by steps, where it had {first:.1%} at b653e7c and has {forty:.1%} with the 40 "
+        f"shapes**: a third of the steps are of one row over about {one['tokens'][2]:,} tokens, whose PIECEWISE way "
+        f"took {times[0]:.1f} ms, where those of the next two kinds of one row took {times[1]:.1f} and {times[2]:.1f}. "
+        "Likely the host is slow then, which launches the pieces: "
+        f"{table['host_noise']['slow']:.0%} of `host_noise`'s runs were slow."
     ) in said
 
 
@@ -424,12 +635,12 @@ def test_files_that_went_on_are_told() -> None:
         f"{len(small)} shapes of Qwen2.5-0.5B (of BurstGPT) and {len(large)} of Llama-3.1-8B "
         f"({large.count('mooncake x0.3')} of Mooncake, all of BurstGPT) were measured at fc67869"
     ) in words
-    larger = [shape["table"] for shape in raw(LARGER)["cells"].values()]
+    larger = [shape["table"] for shape in raw(LARGER_FIRST)["cells"].values()]
     assert (
-        f"the larger draw of DeepSeek-V2-Lite's code trace is of two starts too, of {larger.count(0)} and "
+        f"the first run of DeepSeek-V2-Lite's larger draw is of two starts too, of {larger.count(0)} and "
         f"{larger.count(1)} shapes"
     ) in words
-    slow = [table["host_noise"]["slow"] for model in (*NOW, LARGER) for table in raw(model)["tables"]]
+    slow = [table["host_noise"]["slow"] for model in (*NOW, LARGER_FIRST, LARGER) for table in raw(model)["tables"]]
     assert f"in the raw files: {100 * min(slow):.0f} to {max(slow):.0%} of its runs slow" in words
 
 
@@ -621,17 +832,19 @@ def deciding(name: str) -> dict[str, Any]:
 def test_the_load_beyond_a_limit_is_told() -> None:
     """The one shape that decides its gaps: what was picked, what was better, and what the table had of both."""
     words = " ".join("\n".join(DOC).split())
-    over = [row for row in regret() if row["policy"] == measured_regret.AUTO[row["objective"]]
-            and row["p99_regret"] > 0.1]  # fmt: skip
-    assert {(row["model"], row["trace"], row["rate"]) for row in over} == {("dsv2lite", "code", 1.0)}
-    steps, gaps = over
-    (better,) = [row for row in regret() if row["better_than_auto"] and not row["policy"].startswith("auto")]
-    assert (better["model"], better["trace"], better["rate"]) == ("dsv2lite", "code", 1.0)
+    autos = [row for row in regret() if row["policy"] == measured_regret.AUTO[row["objective"]]]
+    assert len(autos) == 2 * 24
+    assert all(row["mean_regret"] <= 0.02 + row["noise_floor"] and row["p99_regret"] <= 0.1 for row in autos)
+    assert not [row for row in regret() if row["better_than_auto"] and not row["policy"].startswith("auto")]
+    first = {(row["objective"], row["policy"]): f"{row['p99_regret']:.1%}" for row in of_load(LARGER_FIRST)}
     assert (
-        "**Every limit holds on every load but one, DeepSeek-V2-Lite's code trace, of a larger draw: p99 is "
-        f"{steps['p99_regret']:.1%} by steps and {gaps['p99_regret']:.1%} of gaps by `auto` for latency, and "
-        f"`{better['policy']}` is better by {-better['over_auto']:.2%}** "
-        "([a larger draw of one load](#a-larger-draw-of-one-load))."
+        "**Every limit holds on all 24 loads**, by cells of 2026-11-28 and 2026-11-30, of several commits and kernels: "
+        "today's calibration and order of tiles were measured on one, DeepSeek-V2-Lite's code trace at 5cbff37e. At "
+        f"b653e7c that load was beyond two of them, with a p99 of {first['step_us', 'auto']} by steps and "
+        f"{first['gap_us', 'auto latency']} of gaps, and `full_and_piecewise` was better; that its gaps are "
+        "within 10% now is one calibration's more than "
+        "the mend's ([a larger draw of one load](#a-larger-draw-of-one-load)). The other 23 have 40 shapes each, whose "
+        "p99 is the worst one."
     ) in words
     steps, gaps = (
         next(row for row in rows_of("dsv2lite") if (row["trace"], row["rate"], row["policy"], row["objective"])
@@ -766,7 +979,8 @@ def every_size(keys: Sequence[GraphKey], num_tokens: int) -> Sequence[GraphKey]:
 
 def shapes_of(name: str) -> dict[str, Any]:
     """The shapes that a run's are of, by load."""
-    file, model = ("regret_shapes_code", "dsv2lite") if name == LARGER else ("regret_shapes", name.partition("_")[0])
+    larger, model = name.startswith(LARGER), name.partition("_")[0]
+    file = "regret_shapes_code" if larger else "regret_shapes"
     found: dict[str, Any] = json.loads((RESULTS / "raw" / f"{file}.json").read_text(encoding="utf-8"))[model]
     return found
 
@@ -813,10 +1027,11 @@ def test_plain_auto_is_told_where_its_gaps_are_longer() -> None:
     ]
     many = len(differ) - 2
     assert still[:2] == [True] * 2
+    assert not any(still[2:])
     assert [each[:2] for each in differ] == [("mooncake", "piecewise")] * 2 + [("code", "piecewise")] * many
     assert (
-        f"in {many} of {len(raw(LARGER)['cells'])} shapes of the code trace, in {still[2:].count(False)} by its bound "
-        "of 1.0 alone, and in two of 40 of Mooncake, by its objective with 1.25 too, it takes PIECEWISE where `auto` "
+        f"in {many} of {len(raw(LARGER)['cells'])} shapes of the code trace, in all by its bound of 1.0 alone, and in "
+        "two of 40 of Mooncake, by its objective with 1.25 too, it takes PIECEWISE where `auto` "
         "for latency has two or three decode steps beside the prompt."
     ) in words
     assert all(re.match(r"split decode:FULL \S+ q=1:@0x[23](~\S+)?\+prefill:PIECEWISE", each[2]) for each in differ)
@@ -962,23 +1177,27 @@ def test_picks_that_are_late_are_told() -> None:
         f"Llama-3.2-1B's do in **{often} of the steps of the code trace at six times its rate** (five shapes), "
         f"{conversation} of conversation x3 (two), {mooncake} of Mooncake and {code} of the code trace (one each); the "
         f"0.5B's in {one.rstrip('%')} and {six} of its code traces (one shape each), DeepSeek-V2-Lite's by `auto` "
-        f"for latency in {mixture} of its code trace (three), the 8B's in none."
+        f"for latency in {mixture} of its code trace (seven), the 8B's in none."
     ) in words
     found = [
         (shape, pick) for shape in raw(LARGER)["cells"].values()
         if is_late(shape, pick := shape["picks"]["auto latency"])
     ]  # fmt: skip
-    assert all("@0x3+prefill:PIECEWISE" in pick for _, pick in found)
-    prompts = [shape["tokens"][1] for shape, _ in found]
+    steps_of = [pick.partition("@0x")[2].partition("+")[0] for _, pick in found]
+    assert (len(found), sorted(steps_of)) == (7, ["2"] * 3 + ["3"] * 4)
+    prompts = sorted(shape["tokens"][1] for shape, _ in found)
     beyond = [took(shape, pick) / took(shape, quickest(shape)[0]) / LATEST - 1 for shape, pick in found]
     told, ways = [-100 * over_expected(*each) for each in found], [
-        100 * over_expected(shape, quickest(shape)[0]) for shape, _ in found
+        -100 * over_expected(shape, quickest(shape)[0]) for shape, _ in found
     ]  # fmt: skip
+    first = [shape for shape in raw(LARGER_FIRST)["cells"].values() if is_late(shape, shape["picks"]["auto latency"])]
+    (share_first,) = [row["late"] for row in of_load(LARGER_FIRST)
+                      if (row["policy"], row["objective"]) == ("auto latency", "gap_us")]  # fmt: skip
     assert (
-        f"On DeepSeek-V2-Lite's {HOW_MANY[len(found)]} three decode steps begin at once beside prompts of "
-        f"{min(prompts):,} to {max(prompts):,} tokens and end {100 * min(beyond):.1f} to {max(beyond):.1%} beyond the "
-        f"bound. They took {between(told, 'less', 'more')} than expected, and the quickest way "
-        f"{between(ways, 'more', 'less')}."
+        f"On DeepSeek-V2-Lite's seven two or three decode steps begin at once beside prompts of {prompts[0]:,} to "
+        f"{prompts[-1]:,} tokens and end {100 * min(beyond):.1f} to {max(beyond):.1%} beyond the bound. They took "
+        f"{between(told, 'less', 'more')} than expected, and the quickest way {between(ways, 'less', 'more')}. At "
+        f"b653e7c it was {HOW_MANY_MORE[len(first)]} ({share_first:.1%} of the steps)."
     ) in words
     assert f"and by `auto` for latency in {mixture} on DeepSeek-V2-Lite's code trace" in GUIDE
     assert f"in up to {often} of a load's steps on Llama-3.2-1B" in GUIDE
@@ -1061,11 +1280,13 @@ def test_what_is_left_is_told() -> None:
     *small, one, two, three, (_, large) = found
     assert [model for model, _ in found] == [*["qwen05b"] * 4, *["dsv2lite"] * 3, "llama8b"]
     assert f"are {HOW_MANY_MORE[len(found)]} shapes, of 40 a load, that lose over 5% of a step" in words
-    larger = [shape for shape in raw(LARGER)["cells"].values() if lost(LARGER, shape) > 0.05]
+    assert not [shape for shape in raw(LARGER)["cells"].values() if lost(LARGER, shape) > 0.05]
+    larger = [shape for shape in raw(LARGER_FIRST)["cells"].values() if lost(LARGER_FIRST, shape) > 0.05]
     assert all(shape["picks"]["auto"].startswith("piecewise all:PIECEWISE 288t:") for shape in larger)
     assert (
-        f"{HOW_MANY_MORE[len(larger)].capitalize()} of the larger draw's {len(raw(LARGER)['cells'])} do too, all in "
-        "pieces of 288 tokens ([a larger draw of one load](#a-larger-draw-of-one-load))."
+        f"None of the larger draw's {len(raw(LARGER)['cells'])} does; of the {len(raw(LARGER_FIRST)['cells'])} at "
+        f"b653e7c {HOW_MANY_MORE[len(larger)]} did, all in pieces of 288 tokens "
+        "([a larger draw of one load](#a-larger-draw-of-one-load))."
     ) in words
     ways = [(shape, shape["picks"]["auto"], best_of("dsv2lite", shape)) for _, shape in (one, two, three)]
     sizes = [[int(way.removeprefix("piecewise all:PIECEWISE ").partition("t:")[0]) for way in each[1:]]
@@ -1325,14 +1546,8 @@ def test_how_to_read_regret_is_told_as_it_came_out() -> None:
     ) in words
     gaps = [row for row in rows if row["objective"] == "gap_us" and not row["policy"].startswith("auto")]
     assert not any(row["better_than_auto"] for row in gaps)
-    (better,) = [row for row in gaps if (row["over_auto_throughput_high"] or 0) < 0]
-    assert (better["model"], better["trace"], better["rate"]) == ("dsv2lite", "code", 1.0)
-    by, least, most = (-100 * better[f"over_auto_throughput{end}"] for end in ("", "_high", "_low"))
-    assert (
-        f"by that `{better['policy']}` alone of fixed policies and replicas is better, on "
-        f"DeepSeek-V2-Lite's code trace, by {by:.2f}% ({least:.2f} "
-        f"to {most:.2f}%)."
-    ) in words
+    assert not [row for row in gaps if (row["over_auto_throughput_high"] or 0) < 0]
+    assert "by that no fixed policy or replica is better either." in words
     differ = {
         model: sum(cell["picks"]["auto"] != cell["picks"]["auto latency"] for cell in raw(model)["cells"].values())
         for model in NOW
@@ -1348,8 +1563,9 @@ def test_how_to_read_regret_is_told_as_it_came_out() -> None:
     assert (
         f"they differ in {differ['dsv2lite']} of {len(at['cells'])} at 9f1a315, in "
         f"{HOW_MANY[differ['dsv2lite'] - still]} by the bound of 1.0 alone, and in {larger} of the larger draw's "
-        f"{len(more)}, in {larger - still_larger} so."
+        f"{len(more)}, in all of these so."
     ) in words
+    assert still_larger == 0
     assert {
         (row["model"], row["trace"], row["rate"], row["unsure_shapes"]) for row in rows if row["unsure_shapes"]
     } == {("qwen05b", "conversation", 1.0, 1), ("llama8b", "code", 6.0, 1)}
@@ -1369,7 +1585,8 @@ def test_the_most_over_an_oracle_without_the_bound_is_told() -> None:
     assert (
         f"it is up to {steps[0]}% on Qwen2.5-0.5B, {steps[1]}% on DeepSeek-V2-Lite, {steps[2]}% on Llama-3.2-1B and "
         f"{steps[3]}% on Llama-3.1-8B, of gaps by `auto` for latency {', '.join(gaps[:3])} and {gaps[3]}%: in each of "
-        "these shapes the other choice is eight decode steps beside a prompt, beyond the bound, of three samples."
+        "these shapes the other choice is eight decode steps beside a prompt, six in DeepSeek-V2-Lite's of gaps, "
+        "beyond the bound, of three samples."
     ) in words
     for (model, objective), (worst, load) in most.items():
         over = []
@@ -1381,7 +1598,8 @@ def test_the_most_over_an_oracle_without_the_bound_is_told() -> None:
         over.sort(key=lambda each: each[0])
         by, shape, scores = over[min(len(over) - 1, int(0.99 * len(over)))]
         assert by == pytest.approx(worst, abs=1e-5)
-        assert "@0x8+prefill:" in scores.unbounded
+        steps = 6 if (model, objective) == ("dsv2lite", "gap_us") else 8
+        assert f"@0x{steps}+prefill:" in scores.unbounded
         assert scores.unbounded in scores.late
         assert len(shape["cells"][scores.unbounded]["us"]) == 3
 
@@ -2029,26 +2247,31 @@ def test_the_guide_has_the_most_that_auto_loses() -> None:
         f"at most {mean['qwen05b']} on Qwen2.5-0.5B, {mean['dsv2lite']} on DeepSeek-V2-Lite, {mean['llama1b']} on "
         f"Llama-3.2-1B, {mean['llama8b']} on Llama-3.1-8B, on all 24 loads"
     )
-    assert [(row["model"], row["trace"], row["rate"]) for row in autos if row["p99_regret"] > 0.1] == [
-        ("dsv2lite", "code", 1.0)
-    ]
+    assert not [row for row in autos if row["p99_regret"] > 0.1]
     assert in_short("the same, p99") == (
-        f"up to {p99['qwen05b']}, **{p99['dsv2lite']}**, {p99['llama1b']} and {p99['llama8b']}, in that order; within "
-        "10% on 23 of 24 loads"
+        f"up to {p99['qwen05b']}, {p99['dsv2lite']}, {p99['llama1b']} and {p99['llama8b']}, in that order, on all 24 "
+        "loads"
     )
-    (better,) = [row for row in regret() if row["better_than_auto"] and not row["policy"].startswith("auto")]
-    assert (better["policy"], better["objective"]) == ("full_and_piecewise", "step_us")
-    by = f"{-100 * better['over_auto_high']:.2f} to {-better['over_auto_low']:.2%}"
-    assert in_short("policies better than `auto`") == (
-        f"no replica on four models; **`{better['policy']}`** on one of 24 loads, DeepSeek-V2-Lite's code trace, by "
-        f"{-better['over_auto']:.2%} ({by})"
-    )
+    assert not [row for row in regret() if row["better_than_auto"] and not row["policy"].startswith("auto")]
+    assert in_short("policies better than `auto`") == "no fixed policy or replica on four models, on all 24 loads"
     loads = dict.fromkeys((row["model"], row["trace"], row["rate"]) for row in autos)
     assert len(loads) == 24
-    steps_over, over = (row["p99_regret"] for row in regret()
-                        if row["policy"] == measured_regret.AUTO[row["objective"]]
-                        and row["p99_regret"] > 0.1)  # fmt: skip
-    many, shapes = sum(lost(LARGER, shape, "gap_us") > 0.1 for shape in raw(LARGER)["cells"].values()), 167
+    of_gaps = [row for row in regret() if (row["policy"], row["objective"]) == ("auto latency", "gap_us")]
+    most_gaps = max(row["p99_regret"] for row in of_gaps)
+    assert most_gaps <= 0.1
+    of_first, shapes, shapes_now = of_load(LARGER_FIRST), len(raw(LARGER_FIRST)["cells"]), len(raw(LARGER)["cells"])
+    (better,) = [row for row in of_first if row["better_than_auto"] and not row["policy"].startswith("auto")]
+    assert (better["policy"], better["objective"]) == ("full_and_piecewise", "step_us")
+    by = f"{-100 * better['over_auto_high']:.2f} to {-better['over_auto_low']:.2%}"
+    steps_over, over = (
+        next(row["p99_regret"] for row in of_first if (row["objective"], row["policy"]) == each)
+        for each in measured_regret.AUTO.items()
+    )
+    step_now, gap_now = (
+        next(row for row in of_load(LARGER) if (row["objective"], row["policy"]) == each)
+        for each in measured_regret.AUTO.items()
+    )
+    many = sum(lost(LARGER_FIRST, shape, "gap_us") > 0.1 for shape in raw(LARGER_FIRST)["cells"].values())
     code, mooncake = (
         next(row for row in regret() if (row["model"], row["policy"], row["objective"], row["trace"], row["rate"]) ==
              ("dsv2lite", "auto", "gap_us", *load))
@@ -2058,13 +2281,17 @@ def test_the_guide_has_the_most_that_auto_loses() -> None:
         f"plain `auto` there {code['p99_regret']:.1%}, {code['mean_regret']:.1%} in the mean, and on another "
         f"{mooncake['p99_regret']:.1%} and {mooncake['mean_regret']:.1%}"
     )
-    limited = f"within 10% on 23 of 24 loads, **{over:.1%}** on one, where {many} of {shapes} shapes are beyond"
+    limited = (
+        f"within 10% on all 24 loads, up to {most_gaps:.1%}; on DeepSeek-V2-Lite's code trace "
+        f"{gap_now['p99_regret']:.1%}, where it was **{over:.1%}** by the calibrations before, by {many} of "
+        f"{shapes} shapes, of which today's "
+        "calibration mends two and four weren't measured again"
+    )
     assert in_short("p99 of gaps").startswith(f"{limited}; {told}; by today's limit plain `auto`'s mean is up to ")
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert (
-        "at 8cb4544, fc67869, 9f1a315 and b653e7c, on busy hosts: every limit holds on 23 of 24 loads; on "
-        f"DeepSeek-V2-Lite's code trace p99 is {steps_over:.1%} by steps and {over:.1%} of gaps (`auto` for latency), "
-        f"and `full_and_piecewise` is better by {-better['over_auto']:.2%}, as the next two entries say"
+        "at 8cb4544, fc67869, 9f1a315 and 5cbff37e, on busy hosts: every limit holds on all 24 loads, on "
+        "DeepSeek-V2-Lite's code trace since calibration was mended, as the next entries say"
     ) in changes
     first = rows_of("dsv2lite")
     means, tails = (
@@ -2088,19 +2315,27 @@ def test_the_guide_has_the_most_that_auto_loses() -> None:
         f"{100 * mooncake['mean_regret']:.1f} and {mooncake['p99_regret']:.1%} on Mooncake. No fixed policy or replica "
         "is better by these 40 shapes a load"
     ) in changes
-    latency = next(row["mean_regret"] for row in regret() if (row["model"], row["policy"], row["objective"],
-                   row["trace"], row["rate"]) == ("dsv2lite", "auto latency", "gap_us", "code", 1.0))  # fmt: skip
-    steps = next(row["mean_regret"] for row in autos if (row["model"], row["trace"], row["rate"])
-                 == ("dsv2lite", "code", 1.0))  # fmt: skip
+    latency, steps = (
+        next(row["mean_regret"] for row in of_first if (row["objective"], row["policy"]) == each)
+        for each in (("gap_us", "auto latency"), ("step_us", "auto"))
+    )
     assert (
         f"DeepSeek-V2-Lite's code trace with a larger draw, {shapes} shapes, at b653e7c: p99 is {steps_over:.1%} by "
         f"steps, beyond 10% by two shapes of 167, and {over:.1%} of gaps by `auto` for latency, beyond 10% by {many}; "
         f"means are {100 * steps:.2f} and {latency:.2%}. `full_and_piecewise` is better than `auto` there by "
         f"{-better['over_auto']:.2%} ({by}). "
     ) in changes
+    assert (
+        f"The same with the mended calibration, {shapes_now} of these shapes, at 5cbff37e: p99 is "
+        f"{step_now['p99_regret']:.1%} by steps and {gap_now['p99_regret']:.1%} of gaps by `auto` for latency, no "
+        f"shape is beyond 10%, means are {100 * step_now['mean_regret']:.2f} and {gap_now['mean_regret']:.2%} "
+        "(below 0 by "
+        "first tokens later than the bound allows), and `full_and_piecewise` isn't better."
+    ) in changes
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert (
-        f"within 10% on 23 of them too, and {over:.1%} on that one, where {many} of {shapes} shapes are beyond"
+        f"DeepSeek-V2-Lite's code trace, of {shapes_now} shapes (other loads have 40), has "
+        f"{step_now['p99_regret']:.1%} by both, where it was {steps_over:.1%} by steps and {over:.1%} of gaps"
     ) in readme
     assert (
         f"at most {mean['qwen05b']} with Qwen2.5-0.5B's shape, {mean['llama1b']} with Llama-3.2-1B's, "
@@ -2191,10 +2426,10 @@ def test_the_guide_says_of_what_code_its_figures_are() -> None:
         f"the process's grows by {per_cycle:.1f} MiB a cycle, and whether that ends isn't known"
     )
     words = " ".join(GUIDE.split())
-    assert "the choices of 8cb4544 and fc67869 (DeepSeek-V2-Lite's of 9f1a315, its code trace's of b653e7c)" in words
-    told = "Regret is of 9f1a315 (2026-11-30) for DeepSeek-V2-Lite, its code trace's of b653e7c (the same day), and of"
+    assert "the choices of 8cb4544 and fc67869 (DeepSeek-V2-Lite's of 9f1a315, its code trace's of 5cbff37e)" in words
+    told = "Regret is of 9f1a315 (2026-11-30) for DeepSeek-V2-Lite, its code trace's of 5cbff37e (the same day), and of"
     assert f"{told} 2026-11-28 for the others" in "\n".join(DOC)
-    assert "Each load has 40 shapes, DeepSeek-V2-Lite's code trace 167." in words
+    assert "Each load has 40 shapes, DeepSeek-V2-Lite's code trace 146." in words
     before = large[0], total("raw/correct_dsv2lite_second")
     assert all(list(each["steps_by_commit"]) == ["a93eb61", "b0e1207", "8cb4544"] for each in before)
     assert [*large[1]["steps_by_commit"]] == ["dedba98", "c627e2b"]

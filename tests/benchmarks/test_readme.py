@@ -270,30 +270,21 @@ def test_how_far_auto_is_from_the_best() -> None:
 
     assert (
         f"at most {most('qwen05b')} with Qwen2.5-0.5B's shape, {most('llama1b')} with Llama-3.2-1B's, "
-        f"{most('llama8b')} with Llama-3.1-8B's and {most('dsv2lite')} with DeepSeek-V2-Lite's; no replica was better "
-        "on any load of any model."
+        f"{most('llama8b')} with Llama-3.1-8B's and {most('dsv2lite')} with DeepSeek-V2-Lite's; no replica "
+        "or fixed policy was better on any load of any model."
     ) in WORDS
     every = read("h200/regret.json")
-    (better,) = [row for row in every if row["better_than_auto"] and not row["policy"].startswith("auto")]
-    assert (better["model"], better["trace"], better["rate"], better["objective"]) == (
-        "dsv2lite", "code", 1.0, "step_us"
-    )  # fmt: skip
-    assert (
-        f"One fixed policy was, `{better['policy']}`, on DeepSeek-V2-Lite's code trace, by {-better['over_auto']:.2%} "
-        f"({-100 * better['over_auto_high']:.2f} to {-better['over_auto_low']:.2%})."
-    ) in WORDS
+    assert not [row for row in every if row["better_than_auto"] and not row["policy"].startswith("auto")]
     gaps = [row for row in every if row["policy"] == "auto latency" and row["objective"] == "gap_us"]
-    of_steps, of_gaps = (max(row["p99_regret"] for row in found) for found in (rows, gaps))
-    beyond = [[(row["model"], row["trace"], row["rate"]) for row in found if row["p99_regret"] > 0.1]
-              for found in (rows, gaps)]  # fmt: skip
-    assert beyond == [[("dsv2lite", "code", 1.0)]] * 2
+    assert max(row["p99_regret"] for row in (*rows, *gaps)) <= 0.1
     assert (
-        f"At p99 of a load's shapes within 10% on 23 of 24 loads, and {of_steps:.1%} on that one. Of gaps, by `auto` "
-        f"for latency, within 10% on 23 of them too, and {of_gaps:.1%} on that one"
+        "At p99 of a load's shapes, and of gaps by `auto` for latency, within 10% on all 24 loads; DeepSeek-V2-Lite's "
+        "code trace,"
     ) in WORDS
     assert (
-        "one load of DeepSeek-V2-Lite at p99, by steps and by gaps, where `full_and_piecewise` is better by "
-        f"{-better['over_auto']:.2%} too; the bound"
+        "[one load of DeepSeek-V2-Lite](docs/measured_gpu.md#a-larger-draw-of-one-load) was beyond at p99 until "
+        "calibration was mended, and its gaps are within it by one run of one calibration; today's calibration on that "
+        "load alone; the bound"
     ) in WORDS
     plain = {
         row["trace"]: [100 * row[figure] for figure in ("mean_regret", "p99_regret")] for row in every
@@ -306,7 +297,6 @@ def test_how_far_auto_is_from_the_best() -> None:
         f"plain `auto`'s gaps are {code:.1f}% off in the mean there and {code_most:.1f}% at p99, and {mooncake:.1f} "
         f"and {mooncake_most:.1f}% on its Mooncake."
     ) in WORDS
-    assert len([row for row in gaps if row["p99_regret"] > 0.1]) == 1
     assert {row["first_token_limit"] for row in rows if row["model"] == "dsv2lite"} == {1.0}
     assert {row["first_token_limit"] for row in rows if row["model"] != "dsv2lite"} == {1.25}
     late = {model: max(row["late"] for row in (*rows, *gaps) if row["model"] == model

@@ -167,7 +167,7 @@ def test_what_todays_bound_would_have_given_is_on_the_page() -> None:
         if model == "dsv2lite":
             measured = with_larger(at, of_model("dsv2lite_code"), "code x1")
             assert now[0]["cells"] == measured["cells"], "picks are the runs' own"
-        assert len(now[0]["cells"]) == (367 if model == "dsv2lite" else 240)
+        assert len(now[0]["cells"]) == (346 if model == "dsv2lite" else 240)
         cells = now[0]["cells"]
         pairs = [(was[0]["cells"][key]["picks"], cells[key]["picks"]) for key in cells]
         assert all(before["auto latency"] == after["auto latency"] for before, after in pairs)
@@ -196,7 +196,7 @@ def test_what_todays_bound_would_have_given_is_on_the_page() -> None:
     heads = (
         "mean", "p99 of the shapes", "`late`: steps whose pick isn't the shortest way",
         "steps whose pick takes over 2% longer than it",
-        "picks other than 1.25 gives by the same tables, of 240, DeepSeek-V2-Lite's of 367",
+        "picks other than 1.25 gives by the same tables, of 240, DeepSeek-V2-Lite's of 346",
     )  # fmt: skip
     assert "| Qwen2.5-0.5B | DeepSeek-V2-Lite, measured so | Llama-3.2-1B | Llama-3.1-8B |" in said
     for head, *each in zip(heads, *columns, strict=True):
@@ -206,17 +206,11 @@ def test_what_todays_bound_would_have_given_is_on_the_page() -> None:
     p99 = sum(row["p99_regret"] <= 0.1 for row in plain)
     assert (
         f"The mean is at most 2% above the noise floor ({floors:.2%} at most) on {means} of {len(plain)} loads, "
-        f"and p99 at most 10% on {p99}. Every pick had a measured cell. One fixed policy is better than "
-        "`auto` beyond the 95% interval on one load, `full_and_piecewise` by steps on DeepSeek-V2-Lite's code trace; "
-        "no replica is, and no policy by gaps."
+        f"and p99 at most 10% on {p99}. Every pick had a measured cell. No fixed policy or replica is "
+        "better than `auto` beyond the 95% interval on any load, and no policy by gaps."
     ) in said
     beyond = [row for row in rows if row["better_than_auto"]]
-    fixed = [row for row in beyond if row["policy"] != "auto latency"]
-    assert [(row["model"], row["trace"], row["rate"], row["policy"]) for row in fixed] == [
-        ("dsv2lite", "code", 1.0, "full_and_piecewise")
-    ]
-    assert {row["objective"] for row in beyond} == {"step_us"}
-    beyond = [row for row in beyond if row["policy"] == "auto latency"]
+    assert {(row["objective"], row["policy"]) for row in beyond} == {("step_us", "auto latency")}
     by = [-row["over_auto"] for row in beyond]
     late = [latency[row["model"], row["trace"], row["rate"]] for row in beyond]
     assert len(beyond) == 10
@@ -273,8 +267,7 @@ def test_what_is_late_by_todays_bound_is_on_the_page() -> None:
     rows = [row for load in loads for row in regret.summarise(at, load)]
     most = max(row["late"] for row in rows if (row["objective"], row["policy"]) == ("step_us", "auto"))
     larger = of_model("dsv2lite_code")["cells"].values()
-    furthest = max(cycle(cell, "auto") - 1 for cell in larger)
-    assert furthest > max(longer)
+    furthest = max(*longer, *(cycle(cell, "auto") - 1 for cell in larger))
     assert most > max(row["late"] for row in regret.summarise(of_model("dsv2lite_code"), "code x1")
                       if (row["objective"], row["policy"]) == ("step_us", "auto"))  # fmt: skip
     told = f"breaks it: in up to {most:.1%} of a load's steps, by up to {furthest:.1%}."
