@@ -191,8 +191,8 @@ class Curve:
         """This curve, beyond its own last size as far above or below another as it is there: of the same work.
 
         Where the other begins behind that size, it goes on with the other's times; a single point says nothing of how
-        times rise, so that all of it is as the other. The same curve where the other ends no later, or where a time
-        wouldn't be above 0.
+        times rise, so that all of it is as the other, but falls nowhere. The same curve where the other ends no later,
+        or where a time wouldn't be above 0.
         """
         last = self.sizes[-1]
         if other.sizes[-1] <= last:
@@ -204,6 +204,10 @@ class Curve:
             return self
         points |= zip(self.sizes, self.us, strict=True)
         sizes = sorted(points)
+        if len(self.sizes) == 1:  # another's noise is no reason to take a larger size
+            least = points[sizes[-1]]
+            for size in reversed(sizes):
+                least = points[size] = min(least, points[size])
         return Curve(sizes, [points[size] for size in sizes])
 
     def upto(self, most: int) -> list[float]:

@@ -117,6 +117,8 @@ def test_a_curve_goes_on_as_another_that_ends_later() -> None:
         (1, 8, 16, 704, 896), (44.0, 47.0, 50.0, 167.0, 194.0)
     )
     assert Curve((704,), (170.0,)).going_on_as(pieces) == Curve((16, 704, 896), (53.0, 170.0, 197.0))
+    falling = Curve((1, 1024, 2048), (500.0, 3834.0, 3528.0))
+    assert Curve((1024,), (3900.0,)).going_on_as(falling) == Curve((1, 1024, 2048), (566.0, 3594.0, 3594.0))
     assert Curve((16, 20), (1.0, 1.0)).going_on_as(Curve((16, 30), (100.0, 50.0))).sizes == (16, 20)  # below 0
 
 

@@ -492,7 +492,7 @@ def shim_statistics(engine: Engine) -> dict[str, Any]:
         state.dispatcher.chooser.count_hits()
         found["counters"] = dict(state.counters.counts)
         found["steps"] = [[*label, *sums] for label, sums in state.dispatcher.chooser.tallies().items()]
-        found["costs"] = repr(state.costs)
+        found["costs"] = repr(state.timed)
         found["graphs"] = [
             (str(record.key), record.bytes, round(record.seconds, 4), record.hits)
             for record in state.registry.records()

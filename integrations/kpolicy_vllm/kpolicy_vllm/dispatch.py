@@ -194,8 +194,8 @@ class Chooser:
         tokens: a Llama's eager steps of 768 took 25.6 ms, where the line on from 256 had 15.7.
 
         Of larger steps with prompts vLLM's eager one is sure too where no slow host makes it dearer than the graph: it
-        runs the graph's kernels without its padding. Data-parallel engines all run the least of their modes, so that
-        one's eager step costs others their graphs: there it is as with decodes.
+        runs the graph's kernels without its padding. Data-parallel engines that agree on each step all run the least of
+        their modes, so that one's eager step costs others their graphs: with several it is as with decodes.
         """
         costs, timed = self.state.weighed, self.state.timed
         if costs is None or timed is None or numbers.total_tokens > self.largest:

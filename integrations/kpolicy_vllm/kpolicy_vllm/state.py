@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -99,8 +99,9 @@ class State:
     Attributes:
         claims: what attention lets be captured; nothing until the runner has said.
         sizes: the capture sizes; None leaves vLLM's own list.
-        timed: what launches took; None until a profile or the calibration has said.
-        costs: the same as decisions have it, also for sizes that weren't timed.
+        timed: the table that was installed, at the host's speed now, without sizes that weren't timed; None until there
+            is one.
+        costs: the same as decisions have it.
         select: the per-batch path of the policy over the captured graphs, without SPLIT; None while vLLM's own rule
             decides.
         runner, dispatcher: the worker's side; None in a process that only schedules.
@@ -325,8 +326,9 @@ _LOCK = Lock()
 def going_on_alike(table: CostTable) -> CostTable:
     """A measured table in which pieces, eager steps and FULL graphs of mixed batches go on alike beyond what was timed.
 
-    They run the same kernels: past its own last size each goes on as one that was timed further. Each by its own last
-    slope had a Llama's pieces of 4,096 tokens cheaper than its eager step of 3,500, by times to 896 and to 1,024.
+    They run the same kernels. Past its own last size an eager step or a piece goes on as the other where that was timed
+    further, and a mixed graph as pieces do; neither goes on as mixed graphs. Each by its own last slope had a Llama's
+    pieces of 4,096 tokens cheaper than its eager step of 3,500, by times to 896 and to 1,024.
     """
     if not table.measured:
         return table
@@ -363,7 +365,8 @@ def _made(vllm_config: Any) -> State | None:
         if config is None:
             return None
         ranks = vllm_config.parallel_config.data_parallel_size
-        listed = (vllm_config.additional_config or {}).get(LISTED) or ()
+        additional = vllm_config.additional_config
+        listed = (additional.get(LISTED) if isinstance(additional, Mapping) else None) or ()
         return State(config, settings_of(vllm_config), num_dp_ranks=ranks, listed=listed)
     except Exception as error:  # noqa: BLE001 - whatever it is, vLLM serves on
         what = str(error) if isinstance(error, KPolicyError) else f"{type(error).__name__}: {error}"

@@ -349,7 +349,7 @@ def plain_engine(
 ) -> tuple[Any, State]:
     """A stand-in engine with so many requests that decode, and its state."""
     engine, state = Plain(machine, config), state_of_machine(config, **given)
-    state.costs = costs
+    state.timed = state.costs = costs
     engine.model_executor = Executor(machine, state, lambda output: output, PlainFuture)
     engine.running = [request_of(str(i), 1) for i in range(decodes)]
     for request in engine.running:

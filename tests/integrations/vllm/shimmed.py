@@ -75,7 +75,7 @@ class ShimmedVllm(RealVllm):
 
     def captured(self) -> None:
         """Take every graph that the shim wants as captured."""
-        self.state.costs = self.costs
+        self.state.timed = self.state.costs = self.costs
         if self._runner == "v2":
             self.manager._graphs_captured = True
         for key in self.state.dispatcher.chooser.desc_of:

@@ -190,7 +190,7 @@ def test_one_mode_is_vllm_s_rule_s():
     state.claims = Claims.at_level("mixed")
     state.sizes = sizes_of(state.config, SETTINGS)
     cheaper = Curve((8, 16), (5000.0, 2000.0))
-    state.costs = attrs.evolve(
+    state.timed = state.costs = attrs.evolve(
         analytic_costs(), measured=True, full=cheaper, piecewise=cheaper, host_eager=HostCost(10_000.0)
     )
     dispatcher = first(state)
