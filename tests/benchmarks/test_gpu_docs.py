@@ -319,8 +319,8 @@ def test_why_the_larger_draws_gaps_are_within_the_limit_is_told(monkeypatch: pyt
     ) in said
     of_file = measured_regret._costs
 
-    def unmeasured(plain: CostTable) -> CostTable:
-        costs = of_file(plain)
+    def unmeasured(plain: dict[str, Any]) -> CostTable:
+        costs: CostTable = of_file(plain)
         return attrs.evolve(costs, effects=attrs.evolve(costs.effects, outlasted_share=None))
 
     monkeypatch.setattr(measured_regret, "_costs", unmeasured)
@@ -1598,8 +1598,8 @@ def test_the_most_over_an_oracle_without_the_bound_is_told() -> None:
         over.sort(key=lambda each: each[0])
         by, shape, scores = over[min(len(over) - 1, int(0.99 * len(over)))]
         assert by == pytest.approx(worst, abs=1e-5)
-        steps = 6 if (model, objective) == ("dsv2lite", "gap_us") else 8
-        assert f"@0x{steps}+prefill:" in scores.unbounded
+        many = 6 if (model, objective) == ("dsv2lite", "gap_us") else 8
+        assert f"@0x{many}+prefill:" in scores.unbounded
         assert scores.unbounded in scores.late
         assert len(shape["cells"][scores.unbounded]["us"]) == 3
 

@@ -1709,8 +1709,8 @@ def test_throughput_is_told_in_short() -> None:
     ) in guide
     assert "its rows of 7c76117, 43ebfb8, 9f1a315 and b653e7c0 have" in guide
     assert (
-        "of these rows those of 9f1a315 and b653e7c0 have it, with what d32f9e4 changed, and Llama-3.1-8B's of the "
-        "conversation trace without."
+        "of these rows those of 9f1a315, b653e7c0 and 5cbff37e have it, with what d32f9e4 changed, and Llama-3.1-8B's "
+        "of the conversation trace without."
     ) in guide
     shares = [over_another(*load, "auto", "full_and_piecewise", "tokens_per_s")[0] for load in LOADS]
     assert in_short("throughput against `full_and_piecewise`") == f"{min(shares):.3f} to {max(shares):.3f}"
