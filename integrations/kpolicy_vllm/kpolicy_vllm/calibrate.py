@@ -13,7 +13,8 @@ if it is so with those.
 
 An eager step runs the kernels of the pieces of its tokens, so on the device it takes no longer than those
 (`kpolicy.costs.Curve.at_most`): its launches may leave the device waiting, which the host's time says already. Beyond
-the last size that was timed of one of them it is decided as if it went on as the other (`State.install_costs`).
+the last size that was timed of one of them it is decided as if it went on as the other
+(`kpolicy_vllm.state.going_on_alike`).
 
 FULL graphs of mixed batches have attention of a fixed shape: they are timed with a chunk that fills them, and have a
 curve of their own.

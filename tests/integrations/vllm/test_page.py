@@ -563,24 +563,29 @@ def test_the_page_tells_what_deepseek_s_chat_gains() -> None:
     assert f"stock runs {span(map(eager_prompts, stock))} of its {steps} steps with prompts eagerly" in told_there
 
 
-def test_the_page_tells_in_which_graphs_deepseek_s_decodes_run() -> None:
-    """How many steps of each mode, and what they took; and that the rule of near ties decided none."""
-    told_there = paragraph("- **DeepSeek's decodes run in their FULL graphs now")
+def decodes_took(model: str) -> str:
+    """What the steps of both decode loads took either side, all of whose turns ran as many steps in the same modes."""
     took: dict[str, list[str]] = {"stock": [], "kpolicy": []}
     for load, steps, eager in zip(DECODES, (67, 68), (64, 65), strict=True):
-        assert said("dsv2lite", load, "requests_per_s") in told_there
         for side, counts in (("stock", (eager, 0, 3)), ("kpolicy", (eager - 61, 1, 63))):
-            turns = turns_of("dsv2lite", load, side)
+            turns = turns_of(model, load, side)
             for place, mode in enumerate(("NONE", "PIECEWISE", "FULL")):
                 assert set(modes(turns, mode)) == {counts[place]}
             assert {turn["steps"] for turn in turns} == {steps}
             kinds = [kind for turn in turns for kind in turn["decode_steps"] if kind[2] > 50]
             assert {kind[0] for kind in kinds} == {"FULL" if side == "kpolicy" else "NONE"}
             took[side].append(span((kind[3] for kind in kinds), ".1f"))
+    return f"took kpolicy {' and '.join(took['kpolicy'])} ms, stock {' and '.join(took['stock'])}."
+
+
+def test_the_page_tells_in_which_graphs_deepseek_s_decodes_run() -> None:
+    """How many steps of each mode, and what they took; and that the rule of near ties decided none."""
+    told_there = paragraph("- **DeepSeek's decodes run in their FULL graphs now")
+    for load in DECODES:
+        assert said("dsv2lite", load, "requests_per_s") in told_there
     assert "kpolicy ran 63 of 67 and 63 of 68 steps in FULL, 3 and 4 eagerly and one in pieces" in told_there
     assert "Stock ran 64 and 65 eagerly and 3 in FULL" in told_there
-    told_ms = f"took kpolicy {' and '.join(took['kpolicy'])} ms, stock {' and '.join(took['stock'])}."
-    assert told_ms in told_there
+    assert decodes_took("dsv2lite") in told_there
     reasons = {reason for _, reason, *_ in call_of("dsv2lite")["shims"]["dsv2lite_kpolicy"]["steps"]}
     assert reasons == {"cheapest_measured", "above_largest_size"}
     no_doubt = paragraph("- **The rule of [near ties](#near-ties) had nothing to decide**")
@@ -1045,20 +1050,10 @@ def test_the_page_tells_why_llama_s_chat_fails() -> None:
 def test_the_page_tells_that_llama_s_decodes_run_in_full_graphs() -> None:
     """What gains; what steps took; first tokens; which eager step was timed, and what was within doubt."""
     told_there = paragraph("- **768 and 1,000 decodes run in FULL graphs, and gain**")
-    took: dict[str, list[str]] = {"stock": [], "kpolicy": []}
-    for load, steps, eager in zip(DECODES, (67, 68), (64, 65), strict=True):
+    for load in DECODES:
         for figure in ("requests_per_s", "gap_p50_ms"):
             assert said("llama8b", load, figure) in told_there
-        for side, counts in (("stock", (eager, 0, 3)), ("kpolicy", (eager - 61, 1, 63))):
-            turns = turns_of("llama8b", load, side)
-            for place, mode in enumerate(("NONE", "PIECEWISE", "FULL")):
-                assert set(modes(turns, mode)) == {counts[place]}
-            assert {turn["steps"] for turn in turns} == {steps}
-            kinds = [kind for turn in turns for kind in turn["decode_steps"] if kind[2] > 50]
-            assert {kind[0] for kind in kinds} == {"FULL" if side == "kpolicy" else "NONE"}
-            took[side].append(span((kind[3] for kind in kinds), ".1f"))
-    told_ms = f"A step took kpolicy {' and '.join(took['kpolicy'])} ms, stock {' and '.join(took['stock'])}."
-    assert told_ms in told_there
+    assert f"A step {decodes_took('llama8b')}" in told_there
     for figure in ("ttft_p50_ms", "ttft_p99_ms", "ttft_geo_ms", "added_ms"):
         assert said("llama8b", DECODES[0], figure) in told_there
     costs = costs_of("llama8b")
